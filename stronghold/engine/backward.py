@@ -176,7 +176,7 @@ class UserBackward:
             return
         _check_scale(engine.optimizer.loss_scale, is_engine_call)
         job = engine._job
-        if not job.is_in_step:
+        if not job.trainer.is_in_step:
             engine._loss_sum = None
         job.begin_backward(ends_step=engine.is_gradient_accumulation_boundary())
         self._task = task

@@ -108,7 +108,7 @@ class Checkpoints:
         """The engine's counters at the begin of the step. Warns once of gradients that are left."""
         gas = int(engine.gradient_accumulation_steps())
         counters = {name: getattr(engine, name) for name in COUNTERS} | {GAS: gas}
-        if self._job.is_in_step:
+        if self._job.trainer.is_in_step:
             if engine.managed_gradient_accumulation():
                 counters["micro_steps"] -= counters["micro_steps"] % gas
             if self._warns_of_gradients:
@@ -189,8 +189,8 @@ class Checkpoints:
             if state is not None and schedule and not weights_only:
                 scheduler, saved = engine.lr_scheduler, state.scheduler
                 team.all_or_raise(_restore_scheduler, scheduler, saved, path)
-            is_in_step = job.is_in_step
-            with job.changing(f"load_checkpoint({str(path)!r})"):
+            is_in_step = job.trainer.is_in_step
+            with job.trainer.changing(f"load_checkpoint({str(path)!r})"):
                 if is_in_step:
                     engine._begin_step_again()
                 load.apply(custom)
@@ -236,7 +236,7 @@ class Checkpoints:
 
         Waits for pending updates and for the running save. Raises OSError of the disk.
         """
-        self._job.check_whole()
+        self._job.trainer.check()
         self._job.settle()
         self.wait()
         self._team.all_or_raise(self._write_weights, Path(save_dir), filename, exclude_frozen)

@@ -146,14 +146,14 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         asynchronous = settings.stronghold.async_checkpoint
         self._checkpoints = Checkpoints(job, optimizer, asynchronous=asynchronous)
         self._planner = Planner(job)
-        self._user_backward = UserBackward(self, job.outside)
+        self._user_backward = UserBackward(self, job.trainer.program)
         self.module = model
         self.device = job.device.torch_device
         self._state_hooks = StateHooks(
             model,
             job.parameters,
             wait=job.settle,
-            read=job.wait_for_readers,
+            read=job.trainer.wait_for_readers,
             loaded=job.adopt_weights,
         )
         live_engines.register(self)
@@ -265,7 +265,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         divided: torch.Tensor = loss / num_accumulated if is_divided else loss
         job = self._job
         # the step's first backward, or all before were dropped
-        if not job.is_in_step:
+        if not job.trainer.is_in_step:
             self._loss_sum = None
         has_begun = False
         try:
@@ -287,7 +287,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def _abandon_step(self) -> None:
         """Drop the step's gradients so far: the next micro-batch is its first."""
-        self._job.abandon_backward()
+        self._job.trainer.forget()
         self._begin_step_again()
 
     def _begin_step_again(self) -> None:
@@ -322,7 +322,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             if boundary:
                 self._take_step(optimizer, lr_kwargs or {})
             else:
-                self._job.end_micro_batch()
+                self._job.trainer.end_micro_batch()
         except BaseException as error:
             # Ctrl-C: no further step may use its gradients
             if not isinstance(error, Exception):
@@ -336,7 +336,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         job.device.check()
         optimizer.check_groups()
         learning_rate = float(optimizer.param_groups[0]["lr"])
-        if not job.is_in_step:
+        if not job.trainer.is_in_step:
             self._loss_sum = None
         result = job.step(
             clipping=float(self.gradient_clipping() or 0.0),
@@ -501,7 +501,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         if not self._destroyed:
             self._user_backward.check()
-            self._job.drop_gradients()
+            self._job.trainer.drop_gradients()
 
     # -- values that a program reads --------------------------------------------------------------
     def get_global_grad_norm(self) -> float | None:
@@ -636,9 +636,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         within a forward or a backward.
         """
         self._check_alive("write")
-        self._job.check_between_passes("engine.write")
+        self._job.trainer.check_between_passes("engine.write")
         self.synchronize()
-        self._job.wait_for_readers()
+        self._job.trainer.wait_for_readers()
         try:
             with torch.no_grad():
                 yield self._ranks.index == 0
@@ -737,7 +737,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         state = nested if isinstance(nested, dict) else checkpoint
         if custom_load_fn is not None:
             self.synchronize()
-            self._job.wait_for_readers()
+            self._job.trainer.wait_for_readers()
             custom_load_fn(src=state, dst=self.module)
             self._job.adopt_weights()
         else:

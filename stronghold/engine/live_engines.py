@@ -37,7 +37,7 @@ def end_previous_engines(model: nn.Module, *, trains: bool) -> None:
         has_no_state = engine.optimizer is None or not engine._job.has_trained
         if engine.micro_steps == 0 and has_no_state:
             engine.destroy()
-        elif trains and engine.micro_steps and not engine._job.is_in_step:
+        elif trains and engine.micro_steps and not engine._job.trainer.is_in_step:
             logger.warning(
                 "the engine that has trained this model for %d steps ends, since another one is "
                 "made of it: that begins with new moments, from the weights in their own dtype",

@@ -129,7 +129,7 @@ class Planner:
             self._plan_for(size, self._count(args, kwargs, size), may_move=self._may_move(waits))
             self._is_open = self._plans_again = False
         levels = self._levels_for(args, kwargs, size, waits=waits)
-        job.take_levels(spared(levels) if self._may_spare and self._ran_out else levels)
+        job.trainer.set_levels(spared(levels) if self._may_spare and self._ran_out else levels)
 
     def out_of_memory(self, call: str, error: torch.OutOfMemoryError) -> OutOfMemoryError:
         """The error that the engine's `call` raises in place of `error` ([Note: out of memory])."""
@@ -171,7 +171,7 @@ class Planner:
 
     @property
     def _can_plan_again(self) -> bool:
-        return self._job.can_plan_again and self._job.demand.layers_may_move
+        return self._job.trainer.can_plan_again and self._job.demand.layers_may_move
 
     def _may_plan_again(self, waits: bool) -> bool:
         return self._can_plan_again and self._may_move(waits)
@@ -282,7 +282,7 @@ class Planner:
         device = job.device.torch_device
         generator = random_state(device)
         try:
-            with job.resting_hooks(), torch.compiler.set_stance("force_eager"):
+            with job.trainer.resting_hooks(), torch.compiler.set_stance("force_eager"):
                 costs = count_costs(
                     job.partition.model, job.partition, args, kwargs, dtype=job.precision
                 )
@@ -341,7 +341,7 @@ class Planner:
     def _levels_within(self, workload: Workload, size: BatchSize) -> tuple[str, ...] | None:
         """The fastest levels that leave the allocator its share. None if none does."""
         job, room_bytes = self._job, self._room_bytes()
-        if not job.can_plan_again:
+        if not job.trainer.can_plan_again:
             levels = job.plan.activations
             return levels if self._needs(levels, workload, size) <= room_bytes else None
         return fastest_levels(

@@ -53,7 +53,6 @@ from stronghold.train import fragments
 from stronghold.train.demand import FreeResources, demand_of, pinned_activations, ram_bytes
 from stronghold.train.formats import CAST, COMPUTED, OWN, training_dtypes
 from stronghold.train.guards import COMPILED_WHOLE, Written
-from stronghold.train.hooks import ProgramBackward
 from stronghold.train.key_value_caches import forbid_caches
 from stronghold.train.layer import Layer, layers_of, layout_of
 from stronghold.train.optimizer import EngineOptimizer
@@ -279,13 +278,6 @@ class Job:
         self.check_here("backward")
         self.trainer.begin_backward(ends_step=ends_step)
 
-    def end_micro_batch(self) -> None:
-        """A micro-batch of the step has ended, and another one follows."""
-        self.trainer.end_micro_batch()
-
-    def abandon_backward(self) -> None:
-        self.trainer.forget()
-
     def step(self, *, clipping: float, loss_scale: float, skips_overflow: bool) -> StepResult:
         result = self.trainer.step(
             clipping=clipping, loss_scale=loss_scale, skips_overflow=skips_overflow
@@ -293,15 +285,6 @@ class Job:
         if not result.overflow:
             self._stalled_weights.end_step()
         return result
-
-    @property
-    def outside(self) -> ProgramBackward:
-        """Callbacks for backwards that the program starts."""
-        return self.trainer.program
-
-    @property
-    def is_in_step(self) -> bool:
-        return self.trainer.is_in_step
 
     @property
     def has_trained(self) -> bool:
@@ -316,16 +299,7 @@ class Job:
             for own in layer.parameters[: layer.num_trained]
         )
 
-    def drop_gradients(self) -> None:
-        """Drop the gradients that wait for the step."""
-        self.trainer.drop_gradients()
-
     # -- the plan ---------------------------------------------------------------------------------
-    @property
-    def can_plan_again(self) -> bool:
-        """True if layers may move between any two steps."""
-        return self.trainer.can_plan_again
-
     @property
     def is_between_passes(self) -> bool:
         """True if layers may move now."""
@@ -335,13 +309,6 @@ class Job:
     def pinned_activations(self) -> str | tuple[str, ...] | None:
         """The config's levels. None leaves them to the rules."""
         return pinned_activations(self.section, self.layout)
-
-    def resting_hooks(self) -> contextlib.AbstractContextManager[None]:
-        return self.trainer.resting_hooks()
-
-    def take_levels(self, levels: Sequence[str]) -> None:
-        """Let forwards that begin from now on have these levels of activations, by layer."""
-        self.trainer.set_levels(levels)
 
     def take_plan(self, plan: Plan) -> None:
         """Go on with a plan for the next batch, between two passes, while no gradient exists."""
@@ -372,7 +339,7 @@ class Job:
         """
         self.check_here("engine.compile")
         self.trainer.check_between_passes("engine.compile")
-        if self.is_in_step:
+        if self.trainer.is_in_step:
             raise ConfigError("engine.compile: call it between two steps, after engine.step")
         for module in (module for layer in self.partition.streamed for module in layer.modules):
             if module._compiled_call_impl is None:
@@ -393,7 +360,7 @@ class Job:
         self.check_process("engine.offload_states")
         self.trainer.check()
         self.trainer.check_between_passes("engine.offload_states")
-        if self.is_in_step:
+        if self.trainer.is_in_step:
             raise ConfigError(
                 "engine.offload_states: gradients of a step that has not ended are waiting: call "
                 "it after engine.step, or throw them away with engine.zero_grad"
@@ -452,10 +419,6 @@ class Job:
         for index in range(len(self.layers)) if layers is None else layers:
             self.layers[index].weight_record.wait()
 
-    def wait_for_readers(self) -> None:
-        """Block until no operation reads the weights, before the program writes them."""
-        self.trainer.wait_for_readers()
-
     def adopt_weights(self, written: Written | None = None) -> None:
         """Make new values of these parameters, or of all (None), the masters. They were written to
         the memory that the parameters point to."""
@@ -464,19 +427,6 @@ class Job:
             return range(layer.num_trained) if written is None else written.get(layer.index, ())
 
         self.trainer.adopt(positions)
-
-    def check_whole(self) -> None:
-        """Raise ConfigError if layers have values of two states."""
-        self.trainer.check()
-
-    def check_between_passes(self, operation: str) -> None:
-        """Raise ConfigError within a forward or a backward."""
-        self.trainer.check_between_passes(operation)
-
-    @property
-    def num_changes(self) -> int:
-        """Steps and loads so far."""
-        return self.trainer.num_changes
 
     def layer_of_tensors(self) -> dict[int, int]:
         """The number of the layer of each parameter, by identity. A quantised one is in the layer
@@ -496,10 +446,6 @@ class Job:
         self._held.check()
         self.trainer.check_between_passes("save_checkpoint")
         self.trainer.refresh()
-
-    def changing(self, operation: str) -> contextlib.AbstractContextManager[None]:
-        """Context manager for a load."""
-        return self.trainer.changing(operation)
 
     def check_process(self, operation: str, *, any_thread: bool = False) -> None:
         """Raise ConfigError in a forked child, and in another thread than the one that trains."""
@@ -522,10 +468,6 @@ class Job:
             )
 
     # -- reports ----------------------------------------------------------------------------------
-    @property
-    def host_bytes(self) -> int:
-        return self.trainer.arrays.host_bytes
-
     def memory_report(self) -> MemoryReport:
         """Bytes so far, and as planned."""
         return MemoryReport(
@@ -588,7 +530,7 @@ def reserved_bytes(but: Any = None) -> tuple[int, int]:
             need = plan.gpu_total_bytes + plan.activation_bytes
             on_device += max(0, need - job.device.memory.allocated_bytes)
         need = plan.host_total_bytes + plan.offloaded_bytes
-        on_host += max(0, need - job.host_bytes)
+        on_host += max(0, need - job.trainer.arrays.host_bytes)
     return on_device, on_host
 
 

@@ -72,10 +72,10 @@ def named_weights(
     arrays belong to two steps.
     """
     job.check_process("engine.named_weights")
-    job.check_whole()
-    job.check_between_passes("engine.named_weights")
+    job.trainer.check()
+    job.trainer.check_between_passes("engine.named_weights")
     groups = _groups(job, merges_adapters=merges_adapters)
-    return _give(job, groups, placement, job.num_changes)
+    return _give(job, groups, placement, job.trainer.num_changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,7 +163,7 @@ def _give(
 
 def _check_same_step(job: Job, num_changes: int) -> None:
     """Raise ConfigError if weights have changed since the iterator was made ([Note: one step])."""
-    if job.num_changes != num_changes:
+    if job.trainer.num_changes != num_changes:
         raise ConfigError(
             "engine.named_weights: a step was taken, or weights were loaded, since this iterator "
             "was made: its layers would be of two steps. Call engine.named_weights again"
