@@ -53,9 +53,10 @@ Used:
     _scaled_dot_product_efficient_attention, ...), _grouped_mm, _unsafe_view: their FLOPs and bytes.
 21. torch._C._cuda_getCurrentRawStream: `torch.cuda.current_stream` makes an object at each call.
     torch.distributed.distributed_c10d._get_default_store: a rank that fails says why there.
-22. _non_persistent_buffers_set, _register_state_dict_hook, _state_dict_pre_hooks: what a state dict
-    holds. numpy._core.multiarray._reconstruct: generator states in checkpoints. Transformers'
-    PreTrainedModel._from_config, and its classes' names, since it need not be installed.
+22. _save_to_state_dict, _non_persistent_buffers_set, _register_state_dict_hook,
+    _state_dict_pre_hooks: what a state dict holds. numpy._core.multiarray._reconstruct: generator
+    states in checkpoints. Transformers' PreTrainedModel._from_config, and its classes' names, since
+    it need not be installed.
 """
 
 from __future__ import annotations

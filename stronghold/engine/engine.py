@@ -47,7 +47,7 @@ from stronghold.telemetry.metrics import StepRecord, batch_size
 from stronghold.telemetry.start import Start
 from stronghold.train.guards import NO_TRANSFORMS, StateHooks, check_free
 from stronghold.train.job import Job, MemoryReport
-from stronghold.train.named_weights import Placement, named_weights
+from stronghold.train.named_weights import named_weights
 from stronghold.train.optimizer import EngineOptimizer, make_scaler
 from stronghold.train.processes import Neighbours, local_rank_of
 from stronghold.train.trainer import Trainer
@@ -678,11 +678,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self._job.settle()
 
     def named_weights(
-        self,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        merge_adapters: bool = False,
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Return an iterator over the newest weights, for a generation server.
 
@@ -691,26 +687,23 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         * `device`: where the tensors shall be. None: where they lie. A streamed layer's are in host
           memory.
         * `dtype`: of floating-point tensors. None: their own.
-        * `merge_adapters`: merge PEFT's active adapters into copies of the base's weights. Names
-          are the base's. The merge runs on `device`, or where the weights lie.
 
         Yields (name, tensor) of the module's state dict in registration order, with the values of
         `module.state_dict()` after `synchronize`. Tied parameters come once, under their first
         name. Packed weights (`stronghold.frozen`) are decoded.
 
         A tensor that needs no copy is a view of the engine's memory. It shows these values until
-        the next `step`: clone it to keep it. At most one tensor is copied or decoded at a time, or
-        one module's adapters are merged.
+        the next `step`: clone it to keep it. At most one tensor is copied or decoded at a time.
 
         Each layer waits for its own update, while later layers are still being updated. Works after
         `offload_states`, too. One rank may call it alone.
 
-        Raises ConfigError after `destroy`, within a forward or backward, for adapters that cannot
-        be merged, and for an iterator that is used after a further step or load.
+        Raises ConfigError after `destroy`, within a forward or backward, and for an iterator that
+        is used after a further step or load.
         """
         self._check_alive("named_weights")
-        placement = Placement(device=None if device is None else torch.device(device), dtype=dtype)
-        return named_weights(self._job, placement, merges_adapters=merge_adapters)
+        place = None if device is None else torch.device(device)
+        return named_weights(self._job, place, dtype)
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the user module's state dict. Waits for pending updates.

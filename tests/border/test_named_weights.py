@@ -295,71 +295,36 @@ def token_batch(seed: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def adapted(kind: str) -> Any:
-    """A tiny Llama with adapters of a kind, with the same bits at each call."""
+def adapted() -> Any:
+    """A tiny Llama with LoRA, with the same bits at each call."""
     torch.manual_seed(0)
-    base = llama_of(24, 52, 2, 2, 1, VOCABULARY)
-    targets: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
-    settings = {
-        "lora": peft.LoraConfig(r=4, init_lora_weights=False, **targets),
-        "dora": peft.LoraConfig(r=4, init_lora_weights=False, use_dora=True, **targets),
-        "head": peft.LoraConfig(
-            r=4, init_lora_weights=False, modules_to_save=["lm_head"], **targets
-        ),
-        "tokens": peft.LoraConfig(
-            r=4, init_lora_weights=False, trainable_token_indices=[1, 5], **targets
-        ),
-        "embedding": peft.LoraConfig(
-            r=4,
-            init_lora_weights=False,
-            task_type="CAUSAL_LM",
-            target_modules=["embed_tokens", "v_proj"],
-        ),
-        "ia3": peft.IA3Config(
-            target_modules=["k_proj", "down_proj"],
-            feedforward_modules=["down_proj"],
-            task_type="CAUSAL_LM",
-        ),
-    }
-    return peft.get_peft_model(base, settings[kind])
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "lora",
-        "head",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("dora", "tokens", "embedding", "ia3")),
-    ],
-)
-def test_merged_adapters_are_pefts(kind: str) -> None:
-    """The bits of `merge_and_unload`, by its names; the live model keeps its bits and trains on."""
-    engine = initialized(
-        adapted(kind), config(clipping=0.0, section={"window": 1, "dtypes": "own"})
+    targets = ["q_proj", "down_proj"]
+    settings = peft.LoraConfig(
+        r=4, init_lora_weights=False, target_modules=targets, task_type="CAUSAL_LM"
     )
+    return peft.get_peft_model(llama_of(24, 52, 2, 2, 1, VOCABULARY), settings)
+
+
+def test_adapters_are_given_with_their_base() -> None:
+    """Under PEFT's names: the server has the model's own adapters."""
+    engine = initialized(adapted(), config(clipping=0.0, section={"window": 1, "dtypes": "own"}))
+    server = Server(adapted())
     for seed in range(2):
         engine.backward(loss_of(engine(**token_batch(seed))))
         engine.step()
-    before = expected_of(engine)
-    found = given(engine, merge_adapters=True)
-    assert_same(expected_of(engine), before)
-    other = adapted(kind)
-    other.load_state_dict(engine.module.state_dict())
-    merged = other.merge_and_unload().state_dict()
-    assert found.keys() == merged.keys()
-    for name, value in merged.items():
-        assert torch.equal(found[name], value), name
-    engine.backward(loss_of(engine(**token_batch(2))))
-    engine.step()
-    plain = given(engine)
-    assert any("lora_" in name or "ia3_" in name for name in plain)
-    assert not any("lora_" in name or "ia3_" in name for name in found)
+        server.load_weights(engine.named_weights())
+        with torch.no_grad():
+            outputs = (
+                side(**token_batch(7)).logits for side in (server.model.eval(), engine.eval())
+            )
+            assert torch.equal(*outputs)
+        engine.train()
     engine.destroy()
 
 
-def test_a_packed_base_is_decoded_and_merged() -> None:
+def test_a_packed_base_is_decoded() -> None:
     section = {"window": 1, "dtypes": "own", "frozen": "nf4"}
-    engine = initialized(adapted("lora"), config(section=section))
+    engine = initialized(adapted(), config(section=section))
     engine.backward(loss_of(engine(**token_batch(0))))
     engine.step()
     state = {name: value.clone() for name, value in engine.module.state_dict().items()}
@@ -367,11 +332,6 @@ def test_a_packed_base_is_decoded_and_merged() -> None:
     for name, value in found.items():
         assert torch.equal(value, state[name]), name
     assert found.keys() == state.keys()
-    merged = given(engine, merge_adapters=True)
-    other = adapted("lora")
-    other.load_state_dict(state)
-    for name, value in other.merge_and_unload().state_dict().items():
-        assert torch.equal(merged[name], value), name
     engine.destroy()
 
 
@@ -401,15 +361,4 @@ def test_a_quantised_base_is_given_with_its_scales(kind: str) -> None:
         is_code = is_code or "gate_proj" in name
         expected = state[name].dtype if is_code else torch.float32
         assert value.dtype is expected, name
-    with pytest.raises(ConfigError, match=r"base_layer\.weight is quantised"):
-        next(engine.named_weights(merge_adapters=True))
-    engine.destroy()
-
-
-def test_a_prompt_cannot_be_merged() -> None:
-    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(llama_of(24, 52, 2, 2, 1, VOCABULARY), settings)
-    engine = initialized(model, config(section={"window": 1, "dtypes": "own"}))
-    with pytest.raises(ConfigError, match="learns a prompt"):
-        engine.named_weights(merge_adapters=True)
     engine.destroy()
