@@ -234,11 +234,6 @@ SH_API int32_t sh_update(sh_pool* pool, const char* optimizer, sh_dtype weight_d
                          sh_dtype grad_dtype, const sh_segment* segments, const sh_target* targets,
                          int64_t num_segments);
 
-/* SH_INVALID for the targets that sh_update refuses. For an implementation elsewhere. */
-SH_API int32_t sh_check_targets(const char* optimizer, sh_dtype weight_dtype, sh_dtype grad_dtype,
-                                const sh_segment* segments, const sh_target* targets,
-                                int64_t num_segments);
-
 /* The distance of sh_update's memory prefetch in place, in elements, on this pool, with this
  * optimizer and these dtypes: the faster of two. Calls with targets have another one. The pool
  * chooses it by timing some 500 chunks of the calls after the first step; before that it is 0. It

@@ -408,17 +408,6 @@ int32_t sh_update_traffic(sh_pool* pool, const char* optimizer, sh_dtype weight_
   });
 }
 
-int32_t sh_check_targets(const char* optimizer, sh_dtype weight_dtype, sh_dtype grad_dtype,
-                         const sh_segment* segments, const sh_target* targets,
-                         int64_t num_segments) {
-  return sh::Guarded([&] {
-    sh::CheckDtypes(weight_dtype, grad_dtype);
-    sh::CheckList(segments, num_segments);
-    const sh::Optimizer& table = sh::KernelsAt(0)->optimizers[sh::OptimizerNamed(optimizer)];
-    sh::CheckTargets(table, weight_dtype, grad_dtype, segments, targets, num_segments);
-  });
-}
-
 int32_t sh_update_prefetch(sh_pool* pool, const char* optimizer, sh_dtype weight_dtype,
                            sh_dtype grad_dtype, int64_t* elements) {
   return sh::Guarded([&] {

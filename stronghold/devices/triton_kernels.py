@@ -12,7 +12,7 @@ GPU. `tests/units/test_device_programs.py` checks them in the compiled PTX.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from stronghold import native
 from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
-from stronghold.native import Kernels, Rows, Segments, Targets
+from stronghold.native import Kernels, Segments
 
 # The compiler option of every launch that gives the host's bits: [Note: same operations].
 EXACT = {"enable_fp_fusion": False}
@@ -97,7 +97,6 @@ class TritonKernels(Kernels):
         segments: Segments,
         *,
         lean: bool = False,
-        targets: Targets | None = None,
     ) -> Callable[[float | None], None]:
         """Send the tables, and return the function that launches.
 
@@ -115,21 +114,19 @@ class TritonKernels(Kernels):
         arrays |= {f"moment{k}": torch.float32 for k in range(formula.num_moments)}
         if weight_dtype == torch.float32:
             fields["low"] = fields["weight"]
-        columns = [fields[name] for name in ("numel", *arrays)]
-        if targets is not None:
-            targets = native.target_rows(targets, len(fields))
-            native.check_targets(optimizer, weight_dtype, grad_dtype, fields, targets)
-            written = {name: dtype for name, dtype in arrays.items() if name != "grad"}
-            columns += _target_columns(fields, targets, written)
-            arrays |= {f"the target of {name}": dtype for name, dtype in written.items()}
-        rows = np.stack(columns, axis=1)
+        rows = np.stack([fields[name] for name in ("numel", *arrays)], axis=1)
         _check_arrays(rows, arrays)
-        launches: list[tuple[_Group, _Launch]] = []
-        for group in groups:
-            for launch in self._element_launches(rows[group.indices], BLOCK):
-                launches.append((group, launch))
-        dtypes = weight_dtype, grad_dtype
-        return _PreparedUpdate(self, launches, formula, dtypes, in_place=targets is None)
+        launches = [
+            (launch, group)
+            for group in groups
+            for launch in self._element_launches(rows[group.indices], BLOCK)
+        ]
+
+        def perform(scale: float | None) -> None:
+            for launch, group in launches:
+                self._launch_update(launch, group, formula, (weight_dtype, grad_dtype), scale)
+
+        return perform
 
     def _launch_update(
         self,
@@ -137,7 +134,6 @@ class TritonKernels(Kernels):
         group: _Group,
         formula: Any,
         dtypes: tuple[torch.dtype, torch.dtype],
-        in_place: bool,
         scale: float | None,
     ) -> None:
         weight_dtype, grad_dtype = dtypes
@@ -154,7 +150,6 @@ class TritonKernels(Kernels):
             WEIGHT=self._element(weight_dtype),
             LOW=self._element(_LOW[weight_dtype]),
             GRAD=self._element(grad_dtype),
-            IN_PLACE=in_place,
             ALIGNED=launch.aligned,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
@@ -279,32 +274,6 @@ class TritonKernels(Kernels):
         return elements[dtype]
 
 
-class _PreparedUpdate:
-    """The launches of one prepared update. A call performs them on the current stream."""
-
-    def __init__(
-        self,
-        kernels: TritonKernels,
-        launches: Sequence[tuple[_Group, _Launch]],
-        formula: Any,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        *,
-        in_place: bool,
-    ) -> None:
-        self._kernels = kernels
-        self._launches = launches
-        self._formula = formula
-        self._dtypes = dtypes
-        self._in_place = in_place
-
-    def __call__(self, scale: float | None) -> None:
-        """Launch. `scale`: one gradient scale for all segments, or None for each segment's."""
-        for group, launch in self._launches:
-            self._kernels._launch_update(
-                launch, group, self._formula, self._dtypes, self._in_place, scale
-            )
-
-
 def _groups(optimizer: str, fields: npt.NDArray[np.void]) -> list[_Group]:
     """The segments with elements, in groups of equal constants and variants."""
     constants, variants = native.constants(optimizer, fields)
@@ -319,35 +288,16 @@ def _groups(optimizer: str, fields: npt.NDArray[np.void]) -> list[_Group]:
     return groups
 
 
-def _target_columns(
-    fields: Rows, targets: Rows, written: dict[str, torch.dtype]
-) -> list[npt.NDArray[np.int64]]:
-    """The addresses to which the update writes each of the `written` arrays, a column for each."""
-    if written["weight"] == torch.float32:  # it has no remainder, and none is written
-        targets["low"] = targets["weight"]
-    return [np.where(targets[name] == 0, fields[name], targets[name]) for name in written]
-
-
 def _check_arrays(rows: _Rows, arrays: dict[str, torch.dtype]) -> None:
-    """ConfigError for a negative size, or an address from which a GPU cannot load."""
+    """ConfigError for a negative size, or an address from which a GPU cannot load. Segments without
+    elements have any address."""
     numel = rows[:, 0]
     _check(numel >= 0, "numel", numel, ">= 0")
-    addresses = {name: rows[:, column] for column, name in enumerate(arrays, start=1)}
-    _check_addresses(numel, addresses, {name: dtype.itemsize for name, dtype in arrays.items()})
-
-
-def _check_addresses(
-    numel: npt.NDArray[np.int64], addresses: Any, item_bytes: Mapping[str, int]
-) -> None:
-    """ConfigError for an address from which a GPU cannot load items of these bytes.
-
-    `addresses` has an array [segments] for each name. Segments without elements pass.
-    """
-    for name, nbytes in item_bytes.items():
-        address = addresses[name]
-        is_loadable = (address != 0) & (address % nbytes == 0)
-        is_right = is_loadable | (numel == 0)
-        _check(is_right, name, address, f"an address aligned to {nbytes} bytes")
+    for column, (name, dtype) in enumerate(arrays.items(), start=1):
+        address = rows[:, column]
+        is_loadable = (address != 0) & (address % dtype.itemsize == 0)
+        expected = f"an address aligned to {dtype.itemsize} bytes"
+        _check(is_loadable | (numel == 0), name, address, expected)
 
 
 def _check(

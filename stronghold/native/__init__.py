@@ -9,7 +9,6 @@ from stronghold.native.kernels import MAX_NUMBERS as MAX_NUMBERS
 from stronghold.native.kernels import Kernels as Kernels
 from stronghold.native.kernels import Pool as Pool
 from stronghold.native.kernels import UpdateBatch as UpdateBatch
-from stronghold.native.kernels import check_targets as check_targets
 from stronghold.native.kernels import constants as constants
 from stronghold.native.kernels import isa as isa
 from stronghold.native.kernels import isas as isas
@@ -24,8 +23,6 @@ from stronghold.native.loader import naming_threads as naming_threads
 from stronghold.native.segments import Rows as Rows
 from stronghold.native.segments import Segments as Segments
 from stronghold.native.segments import Target as Target
-from stronghold.native.segments import Targets as Targets
 from stronghold.native.segments import UpdateSegment as UpdateSegment
 from stronghold.native.segments import rows as rows
-from stronghold.native.segments import target_rows as target_rows
 from stronghold.native.segments import targets_of as targets_of

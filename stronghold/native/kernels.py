@@ -17,6 +17,7 @@ import ctypes
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -133,25 +134,6 @@ def constants(
     return step_constants, variants
 
 
-def check_targets(
-    optimizer: str, weight_dtype: torch.dtype, grad_dtype: torch.dtype, fields: Rows, targets: Rows
-) -> None:
-    """ConfigError if a target overlaps an array of its segment, or another target of the segment.
-
-    Kernels outside this library call it, for exact states. A pool checks its own calls.
-    """
-    check(
-        library().sh_check_targets(
-            optimizer.encode(),
-            _dtype_code(weight_dtype),
-            _dtype_code(grad_dtype),
-            fields.ctypes.data,
-            targets.ctypes.data,
-            len(fields),
-        )
-    )
-
-
 class Kernels(ABC):
     """One implementation of the update's arithmetic.
 
@@ -172,9 +154,8 @@ class Kernels(ABC):
         segments: Segments,
         *,
         lean: bool = False,
-        targets: Targets | None = None,
     ) -> Callable[[float | None], None]:
-        """Prepare one step of the optimizer on every segment, in place or to `targets`.
+        """Prepare one step of the optimizer on every segment, in place.
 
         `stronghold.h` has the optimizers and their formulas. `lean` means bf16 weights with lean
         states.
@@ -185,21 +166,9 @@ class Kernels(ABC):
         ConfigError, before anything is written, for a segment that breaks its contract.
         """
 
-    def update(
-        self,
-        optimizer: str,
-        weight_dtype: torch.dtype,
-        grad_dtype: torch.dtype,
-        segments: Segments,
-        *,
-        lean: bool = False,
-        targets: Targets | None = None,
-    ) -> None:
+    def update(self, *arguments: Any, **options: Any) -> None:
         """Prepare a step and perform it, with each segment's `grad_scale`."""
-        perform = self.prepare_update(
-            optimizer, weight_dtype, grad_dtype, segments, lean=lean, targets=targets
-        )
-        perform(None)
+        self.prepare_update(*arguments, **options)(None)
 
     @abstractmethod
     def accumulate(
@@ -309,6 +278,7 @@ class Pool(Kernels, Closeable):
         lean: bool = False,
         targets: Targets | None = None,
     ) -> Callable[[float | None], None]:
+        """As `Kernels` has it. A segment's arrays stay where it has a target, which is written."""
         batch = UpdateBatch(
             optimizer, weight_dtype, grad_dtype, segments, lean=lean, targets=targets
         )

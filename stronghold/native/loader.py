@@ -97,7 +97,6 @@ def library() -> ctypes.CDLL:
         "sh_pool_destroy": (None, [address]),
         "sh_pool_isa": (text, [address]),
         "sh_update": (int32, [address, text, int32, int32, address, address, int64]),
-        "sh_check_targets": (int32, [text, int32, int32, address, address, int64]),
         "sh_update_traffic": (int32, [address, text, int32, int32, address, address, int64]),
         "sh_update_prefetch": (int32, [address, text, int32, int32, address]),
         "sh_update_constants": (int32, [text, address, int64, address, address]),

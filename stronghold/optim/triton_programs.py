@@ -195,29 +195,16 @@ FORMULAS = {
 # -- updates --------------------------------------------------------------------------------------
 @triton.jit
 def _update_block(
-    weight,
-    low,
-    grad,
-    moments,
-    to_weight,
-    to_low,
-    to_moments,
-    mask,
-    constants,
-    FORMULA: tl.constexpr,
-    VARIANT: tl.constexpr,
+    weight, low, grad, moments, mask, constants, FORMULA: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """One step on a block. It reads `weight`, `low` and `moments`, and writes those with `to_`.
-
-    All of them and `grad` are pointers to the block's elements.
-    """
+    """One step on a block. `weight`, `low`, `grad` and `moments` are pointers to its elements."""
     p = _load_master(weight, low, mask)
     g = _load(grad, mask) * constants[0]
     old = [_load(moment, mask) for moment in moments]
     p, new = FORMULA(p, g, old, constants, VARIANT)
     for k in tl.static_range(len(moments)):
-        tl.store(to_moments[k], new[k], mask=mask)
-    _store_master(to_weight, to_low, p, mask)
+        tl.store(moments[k], new[k], mask=mask)
+    _store_master(weight, low, p, mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -231,14 +218,13 @@ def update(
     WEIGHT: tl.constexpr,
     LOW: tl.constexpr,
     GRAD: tl.constexpr,
-    IN_PLACE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One step of an optimizer on BLOCK elements.
 
-    The arrays are weight, low, grad, then the moments; unless IN_PLACE, then the targets of weight,
-    low and moments. The constants are those of `native.constants`, in its order.
+    The arrays are weight, low, grad, then the moments. The constants are those of
+    `native.constants`, in its order.
     """
     block = tl.program_id(0)
     row = _row_of(table, num_rows, block)
@@ -252,42 +238,10 @@ def update(
     for k in tl.static_range(NUM_MOMENTS):
         moment = _array(table, row, 3 + k, tl.float32, ALIGNED) + start + i
         moments = moments + (moment,)  # noqa: RUF005 (Triton compiles no star)
-    to_weight, to_low, to_moments = weight, low, moments
-    if not IN_PLACE:
-        to_weight = _array(table, row, 3 + NUM_MOMENTS, WEIGHT, ALIGNED) + start + i
-        to_low = _array(table, row, 4 + NUM_MOMENTS, LOW, ALIGNED) + start + i
-        to_moments = ()
-        for k in tl.static_range(NUM_MOMENTS):
-            moment = _array(table, row, 5 + NUM_MOMENTS + k, tl.float32, ALIGNED) + start + i
-            to_moments = to_moments + (moment,)  # noqa: RUF005
     if rest >= BLOCK:  # without a mask, loads and stores take 16 bytes
-        _update_block(
-            weight,
-            low,
-            grad,
-            moments,
-            to_weight,
-            to_low,
-            to_moments,
-            None,
-            constants,
-            FORMULA,
-            VARIANT,
-        )
+        _update_block(weight, low, grad, moments, None, constants, FORMULA, VARIANT)
     else:
-        _update_block(
-            weight,
-            low,
-            grad,
-            moments,
-            to_weight,
-            to_low,
-            to_moments,
-            i < rest,
-            constants,
-            FORMULA,
-            VARIANT,
-        )
+        _update_block(weight, low, grad, moments, i < rest, constants, FORMULA, VARIANT)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

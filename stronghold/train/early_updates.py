@@ -52,7 +52,7 @@ class EarlyUpdates(Updates):
         self,
         device: Device,
         arrays: Arrays,
-        kernels: native.Kernels,
+        kernels: native.Pool,
         layers: Sequence[Layer],
         groups: Groups,
         metrics: Metrics,

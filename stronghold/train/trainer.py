@@ -79,7 +79,7 @@ class Trainer:
         *,
         plan: Plan,
         device: Device,
-        kernels: native.Kernels,
+        kernels: native.Pool,
         metrics: Metrics,
         thread: TrainingThread,
         folders: Sequence[Path] = (),

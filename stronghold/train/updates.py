@@ -74,7 +74,7 @@ class Updates:
         self,
         device: Device,
         arrays: Arrays,
-        kernels: native.Kernels,
+        kernels: native.Pool,
         layers: Sequence[Layer],
         groups: Groups,
     ) -> None:

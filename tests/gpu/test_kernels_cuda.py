@@ -18,7 +18,6 @@ from tests.support.device_kernels import (
     F32,
     UPDATES,
     accumulated,
-    assert_out_of_place_is_in_place,
     assert_same,
     bits,
     meetings,
@@ -74,26 +73,6 @@ def test_updates_on_the_gpu_have_the_hosts_bits(
         run_steps(kernels, ours, steps, **flags)
         run_steps(host, theirs, steps, **flags)
         assert_same(ours, theirs, f"by step {steps[-1]}:")
-
-
-@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("skip", [0, 1])
-def test_updates_on_the_gpu_out_of_place_have_the_hosts_bits(
-    host: Pool, kernels: TritonKernels, weight_dtype: torch.dtype, update: str, skip: int
-) -> None:
-    for in_place in ((), ("weight",)):
-        assert_out_of_place_is_in_place(
-            kernels,
-            host,
-            (weight_dtype, BF16),
-            SIZES,
-            CUDA,
-            update,
-            in_place=in_place,
-            skip=skip,
-            special=True,
-        )
 
 
 @pytest.mark.parametrize("update", UPDATES)

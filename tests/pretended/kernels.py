@@ -23,7 +23,7 @@ import torch
 from stronghold import native
 from stronghold.devices import cuda, triton_kernels
 from stronghold.devices.base import Device
-from stronghold.native import Rows, Segments, Targets
+from stronghold.native import Rows, Segments
 
 # As in triton_programs, which needs Triton.
 ROWS = 64  # of a table
@@ -173,12 +173,9 @@ def install(extension: Any) -> None:
             segments: Segments,
             *,
             lean: bool = False,
-            targets: Targets | None = None,
         ) -> Callable[[float | None], None]:
             dtypes = weight_dtype, grad_dtype
-            launches = super().prepare_update(
-                optimizer, *dtypes, segments, lean=lean, targets=targets
-            )
+            launches = super().prepare_update(optimizer, *dtypes, segments, lean=lean)
             rows = native.rows(segments)  # a copy: the caller may write its own anew
 
             def run(scale: float | None) -> None:
@@ -193,7 +190,6 @@ def install(extension: Any) -> None:
             group: Any,
             formula: Any,
             dtypes: tuple[torch.dtype, torch.dtype],
-            in_place: bool,
             scale: float | None,
         ) -> None:
             """The host's kernel takes the segments' numbers, from which it makes the constants."""
@@ -201,22 +197,15 @@ def install(extension: Any) -> None:
             address, num_rows = launch.table.data_ptr(), launch.num_rows
             row_of = {weight: row for row, weight in enumerate(rows["weight"].tolist())}
             names = ARRAYS[: 3 + formula.num_moments]
-            written = [] if in_place else [name for name in names if name != "grad"]
 
             def run() -> None:
-                num_arrays = len(names) + len(written)
-                _, numels, *arrays = memory.table(address, num_rows, num_arrays)
+                _, numels, *arrays = memory.table(address, num_rows, len(names))
                 weights = arrays[0] - extension.distance()
                 chosen = rows[[row_of[weight] for weight in weights.tolist()]]
                 assert (chosen["numel"] == numels).all()
-                for name, array in zip(names, arrays[: len(names)], strict=True):
+                for name, array in zip(names, arrays, strict=True):
                     chosen[name] = array
-                targets = None
-                if not in_place:
-                    targets = native.target_rows([native.Target()] * num_rows, num_rows)
-                    for name, array in zip(written, arrays[len(names) :], strict=True):
-                        targets[name] = array
-                self._host.prepare_update(formula.step, *dtypes, chosen, targets=targets)(scale)
+                self._host.prepare_update(formula.step, *dtypes, chosen)(scale)
 
             extension.launch(run)
 

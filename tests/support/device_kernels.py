@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,17 +107,6 @@ class Arrays:
             **hyper_fields(self.optimizer, **changes),
         )
 
-    def written(self) -> list[str]:
-        """The fields of the arrays that a step writes."""
-        low = [] if self.weight.dtype == F32 else ["low"]
-        num_moments = OPTIMIZERS[self.optimizer].num_moments
-        return ["weight", *low, *(f"moment{k}" for k in range(num_moments))]
-
-    def target(self, in_place: Collection[str] = ()) -> native.Target:
-        """These arrays as a step's targets, but those of the fields `in_place`."""
-        fields = [name for name in self.written() if name not in in_place]
-        return native.Target(**{name: getattr(self, name).data_ptr() for name in fields})
-
     def state(self) -> list[torch.Tensor]:
         return [surroundings(getattr(self, name)) for name in STATE]
 
@@ -161,41 +150,6 @@ def run_steps(
                 for k, part in enumerate(arrays)
             ],
         )
-
-
-def assert_out_of_place_is_in_place(
-    kernels: Kernels,
-    host: Kernels,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    sizes: Sequence[int],
-    device: torch.device,
-    update: str,
-    *,
-    in_place: Collection[str] = (),
-    **options: Any,
-) -> None:
-    """One step of `kernels` to other arrays gives the bits that the `host` gives in place; sources
-    and what is around targets stay. Fields `in_place` are written where they were read."""
-    optimizer, flags = UPDATES[update]
-    options["optimizer"] = optimizer
-    sources, before, targets = (some_arrays(sizes, *dtypes, device, **options) for _ in range(3))
-    expected = some_arrays(sizes, *dtypes, torch.device("cpu"), **options)
-    fields = set(targets[0].written()) - set(in_place)
-    for part in targets:
-        for name in fields:
-            getattr(part, name).fill_(7)
-    segments = [part.segment(2, **flags) for part in sources]
-    kernels.update(
-        optimizer, *dtypes, segments, targets=[part.target(in_place) for part in targets]
-    )
-    host.update(optimizer, *dtypes, [part.segment(2, **flags) for part in expected])
-    for source, old, target, result in zip(sources, before, targets, expected, strict=True):
-        for name in STATE:
-            of_source, of_target = (surroundings(getattr(a, name)) for a in (source, target))
-            of_old, of_result = (surroundings(getattr(a, name)) for a in (old, result))
-            is_moved = name in fields
-            assert torch.equal(of_source, of_old if is_moved else of_result), f"source: {name}"
-            assert torch.equal(of_target, of_result if is_moved else of_old), f"target: {name}"
 
 
 def run_adam(

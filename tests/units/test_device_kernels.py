@@ -34,7 +34,6 @@ from tests.support.device_kernels import (
     UPDATES,
     Arrays,
     accumulated,
-    assert_out_of_place_is_in_place,
     assert_same,
     meetings,
     run_adam,
@@ -184,48 +183,6 @@ def test_interpreted_updates_take_arrays_at_any_element(
         for kernels, arrays in ((triton, ours), (host, theirs)):
             run_steps(kernels, arrays, (1, 2), **flags)
         assert_same(ours, theirs, f"skip {skip}")
-
-
-@interpreted
-@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("skip", [0, 1])
-def test_interpreted_updates_out_of_place_have_the_natives_bits(
-    host: Pool, triton: TritonKernels, weight_dtype: torch.dtype, update: str, skip: int
-):
-    for in_place in ((), ("weight",), ("low", "moment0")):
-        assert_out_of_place_is_in_place(
-            triton,
-            host,
-            (weight_dtype, BF16),
-            SIZES,
-            CPU,
-            update,
-            in_place=in_place,
-            skip=skip,
-            special=True,
-        )
-
-
-@interpreted
-def test_interpreted_updates_refuse_targets_that_overlap(triton: TritonKernels):
-    source, to = (Arrays(17, BF16, BF16, device=CPU) for _ in range(2))
-    before = source.state(), to.state()
-    for changes, message in (
-        ({"weight": source.low.data_ptr()}, "the target of weight overlaps low"),
-        (
-            {"moment0": to.moment1.data_ptr()},
-            "the target of moment1 overlaps the target of moment0",
-        ),
-        ({"moment1": to.moment1.data_ptr() + 2}, "aligned to 4 bytes"),
-    ):
-        target = to.target()._replace(**changes)
-        with pytest.raises(ConfigError, match=message):
-            triton.update("adam", BF16, BF16, [source.segment(1)], targets=[target])
-    with pytest.raises(ConfigError, match="targets: got 0, expected one for each of 1"):
-        triton.update("adam", BF16, BF16, [source.segment(1)], targets=[])
-    for arrays, old in zip((source, to), before, strict=True):
-        assert all(map(torch.equal, arrays.state(), old))
 
 
 @interpreted

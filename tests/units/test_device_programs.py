@@ -164,27 +164,6 @@ def test_compiled_updates_have_the_formulas_operations_and_no_others(
 
 
 @compiled
-@pytest.mark.parametrize(("optimizer", "variant"), OPERATIONS)
-def test_compiled_updates_out_of_place_have_the_operations_of_those_in_place(
-    driver: NullDriver, device: EmulatedDevice, optimizer: str, variant: int
-):
-    from stronghold.optim import triton_programs
-
-    sources, others = (
-        some_arrays((1, 4097), BF16, BF16, CPU, optimizer=optimizer) for _ in range(2)
-    )
-    segments = [part.segment(1, **FLAGS[optimizer, variant]) for part in sources]
-    for targets in (None, [part.target() for part in others]):
-        TritonKernels(device).update(optimizer, BF16, BF16, segments, targets=targets)
-    in_place, out_of_place = driver.programs(triton_programs.update)
-    assert arithmetic(in_place) == arithmetic(out_of_place)
-    for ptx in (in_place, out_of_place):
-        assert "ftz" not in ptx
-        assert "ld.global.v4" in ptx
-        assert "st.global.v4" in ptx
-
-
-@compiled
 def test_compiled_accumulation_adds_once(driver: NullDriver, device: EmulatedDevice):
     kernels = TritonKernels(device)
     for dtype in DTYPES:
