@@ -278,7 +278,7 @@ class Pool(Kernels, Closeable):
         lean: bool = False,
         targets: Targets | None = None,
     ) -> Callable[[float | None], None]:
-        """As `Kernels` has it. A segment's arrays stay where it has a target, which is written."""
+        """Prepare a step as `Kernels` does. An array with a target stays: the target is written."""
         batch = UpdateBatch(
             optimizer, weight_dtype, grad_dtype, segments, lean=lean, targets=targets
         )

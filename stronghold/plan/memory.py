@@ -5,9 +5,9 @@ compares them). Of several ranks they are those of the rank with the most.
 
 [Note: what spills first] Kinds in the order of how seldom their bytes are needed: moments (read and
 written once a step), the master remainder, last the weights, which every pass reads. Within a kind
-the last layers spill first, because updates wait for the gate: they come in forward order, so at
-the turn from one step to the next nothing is read, and the disk is a few layers ahead when the
-first spilled one is needed.
+the last layers spill first. Updates wait for the clip barrier, and come in forward order. So the
+disk is idle at the turn from one step to the next, and a few layers ahead when the first spilled
+one is needed.
 
 [Note: early updates] A layer that is updated before the norm is known has its arrays twice on the
 host: an early update reads one set and writes the other. A layer can have a second set if it lies
@@ -17,7 +17,7 @@ which parameters have gradients.
 The early layers are spread evenly over the depth. Gradients come in the order L..1 in a backward of
 B seconds, and the next forward needs weights in the order 1..L within F seconds. If all updates
 take D seconds, those of a share e of the layers can run in backward, and the others behind the
-gate. A step takes about
+clip barrier. A step takes about
 
     max(B, e D) + max(F, (1 - e) D)
 
@@ -62,7 +62,7 @@ Spilled = tuple[frozenset[str], ...]  # by layer, its arrays that are to lie in 
 
 
 # -- places ---------------------------------------------------------------------------------------
-class Memory:
+class Places:
     """The layers of a model by where they lie, and the GPU's bytes for any number of slots.
 
     activations     the level of every layer
@@ -90,8 +90,8 @@ class Memory:
         self.on_gpu = stay if demand.resident_updates == "gpu" else []
         self.updated_on_gpu = frozenset(layer.index for layer in self.on_gpu)
         self.on_host = [x for x in layout.layers if x.index not in self.updated_on_gpu]
-        # Until the gate opens, gradients on the GPU stay where they were gathered. The gradients of
-        # what is no block come early and late in backward.
+        # Until the clip barrier, gradients on the GPU stay where they were gathered. Those of what
+        # is no block come early and late in backward.
         held = frozenset[int]() if demand.accumulate else self.updated_on_gpu
         self.own_slots = [x for x in layout.layers if not x.streamed or x.index in held]
         self.shared_slots = [x for x in layout.layers if x.streamed and x.index not in held]
@@ -190,9 +190,9 @@ def _streamed_and_kept(layout: ModelLayout, demand: Demand) -> tuple[Layers, Lay
         )
     # Evenly over the depth, the first block among them: behind the clip barrier the host updates
     # streamed blocks in forward order, and the compute of the residents between them hides it.
-    places = {number * len(blocks) // num_kept for number in range(num_kept)}
-    streamed = [block for place, block in enumerate(blocks) if place not in places]
-    return streamed, [blocks[place] for place in sorted(places)]
+    numbers = {place * len(blocks) // num_kept for place in range(num_kept)}
+    streamed = [block for number, block in enumerate(blocks) if number not in numbers]
+    return streamed, [blocks[number] for number in sorted(numbers)]
 
 
 def _bytes(layers: Iterable[LayerLayout], *arrays: str) -> int:
@@ -277,46 +277,46 @@ def later_activation_bytes(layout: ModelLayout, activations: Sequence[str], dema
 
 
 # -- slots ----------------------------------------------------------------------------------------
-def choose_slots(memory: Memory) -> tuple[int, int, str]:
+def choose_slots(places: Places) -> tuple[int, int, str]:
     """(slots for weights, slots for gradients, the reason), as the config has them, or as they fit.
 
     The first of SLOTS that fit, where blocks may stay in what is left. Else the most that fit:
     layers that are still in the window are not fetched again when the direction turns. BudgetError
     if none fit.
     """
-    demand, num_streamed = memory.demand, len(memory.streamed)
+    demand, num_streamed = places.demand, len(places.streamed)
     budget = demand.gpu_budget_bytes
     if budget is None:
-        window, gradient_slots = demand.window or DEFAULT_WINDOW, memory.most_gradient_slots
+        window, gradient_slots = demand.window or DEFAULT_WINDOW, places.most_gradient_slots
         why = demand.why("window") if demand.window else "no gpu budget"
         return min(window, num_streamed), gradient_slots, why
-    tried = list(memory.wanted_slots())
-    fitting = (slots for slots in tried if memory.gpu_total(*slots) <= budget)
+    tried = list(places.wanted_slots())
+    fitting = (slots for slots in tried if places.gpu_total(*slots) <= budget)
     window, gradient_slots = next(fitting, (-1, 0))
     if window < 0:
-        raise _gpu_refusal(memory, *tried[-1])
+        raise _gpu_refusal(places, *tried[-1])
     if demand.window is not None:
         return window, gradient_slots, demand.why("window")
     if demand.training and demand.layers_may_move:
         return window, gradient_slots, REASONS["window"]
-    room = budget - memory.gpu_total(0, gradient_slots)
-    window = min(num_streamed, room // memory.slot_bytes) if memory.slot_bytes else num_streamed
+    room = budget - places.gpu_total(0, gradient_slots)
+    window = min(num_streamed, room // places.slot_bytes) if places.slot_bytes else num_streamed
     why = f"the most that {format_size(budget)} hold (stronghold.gpu_memory)"
     return window, gradient_slots, why
 
 
-def _gpu_refusal(memory: Memory, window: int, gradient_slots: int) -> BudgetError:
+def _gpu_refusal(places: Places, window: int, gradient_slots: int) -> BudgetError:
     """Why not even so many slots fit the GPU: what takes its bytes, and the ways out."""
-    demand, budget = memory.demand, memory.demand.gpu_budget_bytes or 0
-    need = memory.gpu_total(window, gradient_slots)
-    kept = activation_parts(memory.layout, memory.activations, demand)
-    parts = memory.gpu_parts(window, gradient_slots) | kept
+    demand, budget = places.demand, places.demand.gpu_budget_bytes or 0
+    need = places.gpu_total(window, gradient_slots)
+    kept = activation_parts(places.layout, places.activations, demand)
+    parts = places.gpu_parts(window, gradient_slots) | kept
     reserved = need - sum(parts.values())
     if reserved:
         parts["reserved for activations"] = reserved
     descending = sorted(parts.items(), key=itemgetter(1), reverse=True)
     named = ", ".join(f"{name} {format_size(size)}" for name, size in descending if size)
-    if not memory.num_blocks:
+    if not places.num_blocks:
         which = "the model has no repeated blocks, so that all of it stays on the gpu, and"
     elif demand.pins("window"):
         which = f"stronghold.window of {window} slots"
@@ -325,7 +325,7 @@ def _gpu_refusal(memory: Memory, window: int, gradient_slots: int) -> BudgetErro
     tokens = f" with {demand.tokens:,} tokens in a micro-batch" if demand.tokens else ""
     at_least = format_size(need, round_up=True)
     ways = [f"raise gpu_memory to at least {at_least}, if the gpu has it"]
-    ways += _ways_with_fewer_buffers(memory, need)
+    ways += _ways_with_fewer_buffers(places, need)
     if reserved and demand.growth > 1.0:
         ways.append("lower stronghold.batch_tokens")
     if sum(kept.values()) > need // 2:
@@ -338,18 +338,18 @@ def _gpu_refusal(memory: Memory, window: int, gradient_slots: int) -> BudgetErro
     )
 
 
-def _ways_with_fewer_buffers(memory: Memory, need: int) -> Iterator[str]:
+def _ways_with_fewer_buffers(places: Places, need: int) -> Iterator[str]:
     """Changes of the config with which weights, gradients and states take fewer bytes."""
-    demand = memory.demand
-    smallest = memory.gpu_total(min(1, len(memory.streamed)), min(1, memory.most_gradient_slots))
-    if memory.num_blocks and demand.pins("window") and smallest < need:
+    demand = places.demand
+    smallest = places.gpu_total(min(1, len(places.streamed)), min(1, places.most_gradient_slots))
+    if places.num_blocks and demand.pins("window") and smallest < need:
         fewer = format_size(smallest, round_up=True)
         yield f"leave window out, with which {fewer} suffice"
     if demand.resident_layers and demand.pins("resident_layers"):
         yield "lower stronghold.resident_layers"
     if demand.resident_updates == "gpu" and demand.pins("resident_updates"):
         yield 'set stronghold.resident_updates to "host"'
-    if not memory.num_blocks:
+    if not places.num_blocks:
         yield "name blocks in stronghold.layers, which are streamed then"
         if demand.training:
             yield "train fewer parameters"
@@ -393,7 +393,7 @@ class HostMemory:
     """The arrays and buffers on the host and in files, for the layers that are updated there.
 
     spilled     by layer, its arrays that lie in files
-    early       layers that are updated before the gate
+    early       layers that are updated before the clip barrier
     host_bytes, nvme_bytes  bytes by what takes them
     file_traffic  bytes that a step reads from files, and bytes that it writes
 
@@ -401,9 +401,9 @@ class HostMemory:
     cannot hold together.
     """
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory, self._demand, self._on_host = memory, memory.demand, memory.on_host
-        demand, num_layers = memory.demand, len(memory.layout.layers)
+    def __init__(self, places: Places) -> None:
+        self._places, self._demand, self._on_host = places, places.demand, places.on_host
+        demand, num_layers = places.demand, len(places.layout.layers)
         if demand.num_ranks > 1 and demand.nvme and demand.spill == "weights":
             raise ConfigError(
                 'stronghold.nvme.spill: got "weights" (or DeepSpeed\'s offload_param on nvme), but '
@@ -437,7 +437,7 @@ class HostMemory:
 
     def _host_bytes(self, spilled: Spilled) -> dict[str, int]:
         """Bytes of each part of the host's peak, on the rank with the most."""
-        memory, demand, moments = self._memory, self._demand, self._memory.layout.moments
+        places, demand, moments = self._places, self._demand, self._places.layout.moments
         waiting = "accumulated" if demand.accumulate else "gradients"
         arrays = ["weights", *(["low", *moments, waiting] if demand.training else [])]
         all_sums = [
@@ -450,7 +450,7 @@ class HostMemory:
         if demand.num_ranks > 1:
             sums["weights"] = self._shared_weight_bytes()
         staging, early = self._staging(spilled), self._early_layers(spilled)
-        second = (layer for layer in memory.on_host if layer.index in early)
+        second = (layer for layer in places.on_host if layer.index in early)
         return {
             "weights": sums["weights"],
             "master remainder": sums["low"],
@@ -499,7 +499,7 @@ class HostMemory:
     @property
     def _kinds(self) -> dict[str, tuple[str, ...]]:
         """The arrays of each kind, in the order of [Note: what spills first]."""
-        moments = self._memory.layout.moments
+        moments = self._places.layout.moments
         return {"moments": moments, "master remainder": ("low",), "weights": ("weights",)}
 
     def _choose_spilled(self) -> Spilled:
@@ -517,7 +517,7 @@ class HostMemory:
     def _arrays_of_kinds(self, num_kinds: int) -> Spilled:
         """All arrays of the first `num_kinds` kinds, at their layers' indices."""
         arrays = [array for kind in list(self._kinds.values())[:num_kinds] for array in kind]
-        rows = [frozenset[str]()] * len(self._memory.layout.layers)
+        rows = [frozenset[str]()] * len(self._places.layout.layers)
         for layer in self._on_host:
             rows[layer.index] = frozenset(array for array in arrays if layer.array_bytes(array))
         return tuple(rows)
@@ -528,7 +528,7 @@ class HostMemory:
         demand = self._demand
 
         def fits(spilled: Spilled) -> bool:
-            need = self._memory.offloaded_bytes + sum(self._host_bytes(spilled).values())
+            need = self._places.offloaded_bytes + sum(self._host_bytes(spilled).values())
             return demand.host_budget_bytes is None or need <= demand.host_budget_bytes
 
         most = len(DEPTHS) - (demand.num_ranks > 1)  # ranks share the weights, in memory
@@ -543,7 +543,7 @@ class HostMemory:
 
     # -- early updates ----------------------------------------------------------------------------
     def _early_layers(self, spilled: Spilled) -> frozenset[int]:
-        """The layers that are updated before the gate ([Note: early updates])."""
+        """The layers that are updated before the clip barrier ([Note: early updates])."""
         demand = self._demand
         if not demand.early_layers or not demand.training or demand.num_ranks > 1:
             return frozenset()
@@ -591,7 +591,7 @@ class HostMemory:
 
     # -- reasons and refusals ---------------------------------------------------------------------
     def reasons(self) -> Iterator[str]:
-        """What lies in files, and which updates are early."""
+        """Sentences about arrays in files and early updates, for the plan's reasons."""
         demand = self._demand
         if demand.nvme and demand.spill is None:
             kinds = [kind for kind, nbytes in self.nvme_bytes.items() if nbytes]
@@ -627,7 +627,7 @@ class HostMemory:
             )
 
     def _check_memory(self) -> None:
-        wanted = self.host_bytes | {"offloaded activations": self._memory.offloaded_bytes}
+        wanted = self.host_bytes | {"offloaded activations": self._places.offloaded_bytes}
         need, budget = sum(wanted.values()), self._demand.host_budget_bytes
         if budget is None or need <= budget:
             return
@@ -671,7 +671,7 @@ class HostMemory:
 
     def _saved_by_packing(self) -> int:
         """Bytes of host memory that packed frozen weights of blocks save; 0 if some are packed."""
-        blocks = (*self._memory.streamed, *self._memory.kept)
+        blocks = (*self._places.streamed, *self._places.kept)
         if any(layer.frozen_dtypes - set(DTYPES) for layer in blocks):
             return 0
         share = 1 - STORED_BYTES / self._demand.states.weight_bytes

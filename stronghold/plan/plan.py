@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from stronghold.errors import BudgetError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import AGAIN, Demand, Traffic, traffic_of
-from stronghold.plan.memory import SUM_BUFFERS, HostMemory, Memory, Spilled, Staging, choose_slots
+from stronghold.plan.memory import SUM_BUFFERS, HostMemory, Places, Spilled, Staging, choose_slots
 
 MIB = float(1 << 20)
 
@@ -133,42 +133,42 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
 
 
 def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
-    memory = Memory(layout, demand)
-    window, gradient_slots, why_window = choose_slots(memory)
-    host = HostMemory(memory)
-    activations = memory.activations
+    places = Places(layout, demand)
+    window, gradient_slots, why_window = choose_slots(places)
+    host = HostMemory(places)
+    activations = places.activations
     threads = demand.cpu_threads or max(1, demand.num_cores)
     recomputed = (layer for layer in layout.layers if activations[layer.index] in AGAIN)
     return Plan(
         demand=demand,
         window=window,
-        resident=memory.resident,
-        updated_on_gpu=memory.updated_on_gpu,
+        resident=places.resident,
+        updated_on_gpu=places.updated_on_gpu,
         in_files=_in_files(layout, host.spilled),
-        own_gradients=frozenset(layer.index for layer in memory.own_slots),
+        own_gradients=frozenset(layer.index for layer in places.own_slots),
         gradient_slots=gradient_slots,
         ring_entries=SUM_BUFFERS if host.ring_bytes else 0,
         trained=frozenset(layer.index for layer in layout.layers if layer.states),
         early=host.early,
         activations=activations,
         cpu_threads=threads,
-        gpu_bytes=memory.gpu_parts(window, gradient_slots),
+        gpu_bytes=places.gpu_parts(window, gradient_slots),
         host_bytes=host.host_bytes,
         num_parameters=layout.num_parameters,
-        activation_bytes=memory.activation_bytes,
-        offloaded_bytes=memory.offloaded_bytes,
+        activation_bytes=places.activation_bytes,
+        offloaded_bytes=places.offloaded_bytes,
         recomputed=sum(x.num_parameters for x in recomputed) / max(1, layout.num_parameters),
         reasons=(
-            *_place_reasons(memory, f"window: {window} slots ({why_window})", threads),
+            *_place_reasons(places, f"window: {window} slots ({why_window})", threads),
             *host.reasons(),
         ),
         traffic=traffic_of(
             layout,
             demand,
-            resident=memory.resident,
-            on_gpu=memory.updated_on_gpu,
+            resident=places.resident,
+            on_gpu=places.updated_on_gpu,
             window=window,
-            offloaded_bytes=memory.offloaded_bytes,
+            offloaded_bytes=places.offloaded_bytes,
             nvme=host.file_traffic,
         ),
         staging=host.staging,
@@ -184,18 +184,18 @@ def _in_files(layout: ModelLayout, spilled: Spilled) -> tuple[tuple[str, ...], .
     )
 
 
-def _place_reasons(memory: Memory, slots: str, threads: int) -> Iterator[str]:
-    """Where layers are and are updated, what blocks keep, and the states of parameters."""
-    demand, num_blocks = memory.demand, memory.num_blocks
-    if memory.kept:
+def _place_reasons(places: Places, slots: str, threads: int) -> Iterator[str]:
+    """Sentences about residents, slots, activations and states, for the plan's reasons."""
+    demand, num_blocks = places.demand, places.num_blocks
+    if places.kept:
         why = demand.why("resident_layers")
-        yield f"{len(memory.kept)} of {num_blocks} blocks stay on the gpu ({why})"
-    if memory.on_gpu:
+        yield f"{len(places.kept)} of {num_blocks} blocks stay on the gpu ({why})"
+    if places.on_gpu:
         why = demand.why("resident_updates")
         yield f"resident layers are updated on the gpu ({why})"
-    if memory.streamed:
+    if places.streamed:
         yield slots
-    counts = Counter(memory.activations[index] for index in memory.layout.streamed)
+    counts = Counter(places.activations[index] for index in places.layout.streamed)
     levels = next(iter(counts), "keep")
     if len(counts) > 1:
         levels = ", ".join(f"{level} {count}" for level, count in sorted(counts.items()))
@@ -204,6 +204,6 @@ def _place_reasons(memory: Memory, slots: str, threads: int) -> Iterator[str]:
     gradients = "accumulated" if demand.accumulate else "pending until the gate"
     yield f"activations: {levels}; {threads} update threads; gradients: {gradients}"
     if demand.states.is_lean:
-        stays = any(layer.index in memory.resident for layer in memory.on_host)
+        stays = any(layer.index in places.resident for layer in places.on_host)
         where = "; what stays on the gpu is updated on the host" if stays else ""
         yield f"states: lean, which round otherwise than exact ones{where}"

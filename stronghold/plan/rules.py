@@ -36,7 +36,7 @@ from stronghold.plan.cost import Demand, Workload, disk_s
 from stronghold.plan.estimate import StepEstimate, estimate
 from stronghold.plan.machine import Rates
 from stronghold.plan.memory import (
-    Memory,
+    Places,
     activation_bytes,
     last_that,
     later_activation_bytes,
@@ -134,7 +134,7 @@ class _Rules:
         """The fastest of the ladders, with activations in so many bytes. None if none fits."""
         for ladder in _ladders(self.layout, self.demand):
             first = replace(self.demand, activations=ladder[0]) if ladder else self.demand
-            levels = _levels_within(Memory(self.layout, first), ladder, room_bytes)
+            levels = _levels_within(Places(self.layout, first), ladder, room_bytes)
             if levels is not None:
                 plan = _made(self.layout, replace(first, activations=levels))
                 if plan is not None:
@@ -276,10 +276,10 @@ def _leveled(layout: ModelLayout, demand: Demand, ladder: Ladder) -> Plan | None
     """The plan with the most slots of `SLOTS` that fit at the ladder's first level, and then with
     levels by the ladder (rules 2 and 4). None if nothing fits."""
     first = replace(demand, activations=ladder[0]) if ladder else demand
-    memory, budget = Memory(layout, first), demand.gpu_budget_bytes
-    for slots, gradients in memory.wanted_slots():
-        room = inf if budget is None else budget - memory.gpu_buffers(slots, gradients)
-        levels = _levels_within(memory, ladder, room)
+    places, budget = Places(layout, first), demand.gpu_budget_bytes
+    for slots, gradients in places.wanted_slots():
+        room = inf if budget is None else budget - places.gpu_buffers(slots, gradients)
+        levels = _levels_within(places, ladder, room)
         if levels is not None:
             with_levels = replace(first, activations=levels) if ladder else first
             plan = _made(layout, replace(with_levels, window=max(1, slots)))
@@ -288,21 +288,21 @@ def _leveled(layout: ModelLayout, demand: Demand, ladder: Ladder) -> Plan | None
     return None
 
 
-def _levels_within(memory: Memory, ladder: Ladder, room: float) -> tuple[str, ...] | None:
+def _levels_within(places: Places, ladder: Ladder, room: float) -> tuple[str, ...] | None:
     """The level of each layer by the ladder, or as pinned without one, where activations take at
     most `room` bytes of the GPU. None if not even those of the first level do."""
-    if not _is_within(memory, memory.activations, room):
+    if not _is_within(places, places.activations, room):
         return None
     if not ladder:
-        return memory.activations
-    counts = {**dict.fromkeys(ladder, 0), ladder[0]: memory.num_blocks}
+        return places.activations
+    counts = {**dict.fromkeys(ladder, 0), ladder[0]: places.num_blocks}
     for below, level in pairwise(ladder):
-        counts = _raised(memory, counts, below, level, room)
-    return levels_of(memory.layout, counts)
+        counts = _raised(places, counts, below, level, room)
+    return levels_of(places.layout, counts)
 
 
 def _raised(
-    memory: Memory, counts: Mapping[str, int], below: str, level: str, room: float
+    places: Places, counts: Mapping[str, int], below: str, level: str, room: float
 ) -> dict[str, int]:
     """The numbers of blocks by level, with the most that fit at `level` in place of `below`."""
 
@@ -310,13 +310,13 @@ def _raised(
         return {**counts, below: counts[below] - count, level: count}
 
     def fit(count: int) -> bool:
-        return _is_within(memory, levels_of(memory.layout, raised(count)), room)
+        return _is_within(places, levels_of(places.layout, raised(count)), room)
 
     return raised(last_that(fit, 0, counts[below]))
 
 
-def _is_within(memory: Memory, levels: tuple[str, ...], room: float) -> bool:
-    layout, demand = memory.layout, memory.demand
+def _is_within(places: Places, levels: tuple[str, ...], room: float) -> bool:
+    layout, demand = places.layout, places.demand
     later_bytes = later_activation_bytes(layout, levels, demand)
     need = max(activation_bytes(layout, levels, demand), later_bytes, demand.reserve_bytes)
     return need <= room
