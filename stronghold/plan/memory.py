@@ -115,7 +115,6 @@ class Places:
             "moments": _bytes(trained, *layout.moments),
             "accumulated gradients": _bytes(trained, "accumulated") if demand.accumulate else 0,
         }
-        self._beside_slots_bytes = sum(self._beside_slots.values())
 
     @property
     def num_blocks(self) -> int:
@@ -141,9 +140,7 @@ class Places:
 
     def gpu_buffers(self, window: int, gradient_slots: int) -> int:
         """The sum of `gpu_parts`."""
-        slots = window * self.slot_bytes
-        slots += gradient_slots * (self.gradient_slot_bytes + self._sums_in_slot)
-        return slots + self._own_sums + self._beside_slots_bytes
+        return sum(self.gpu_parts(window, gradient_slots).values())
 
     def gpu_total(self, window: int, gradient_slots: int) -> int:
         """Bytes of the GPU's peak with so many slots. Activations count, or the room for those of a

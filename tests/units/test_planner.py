@@ -253,3 +253,24 @@ def test_only_layers_that_train_as_a_whole_are_early() -> None:
     )
     assert not frozen.early
     assert any("no layer is updated before the norm is known" in r for r in frozen.reasons)
+
+
+def test_the_fewest_arrays_spill_of_the_last_layers_first() -> None:
+    """Moments before the master remainder, and of each kind no more layers than must."""
+    layout = layout_of(((1 << 20, 1 << 20, True),) * 4)
+    pinned = {"nvme": True, "window": 1, "resident_layers": 0, "piece_bytes": 1}
+    none = make_plan(layout, demand(**pinned))
+    assert not any(none.in_files)
+    all_moments = make_plan(layout, demand(spill="moments", **pinned))
+
+    def spilled(budget: int) -> list[int]:
+        plan = make_plan(layout, demand(host_budget_bytes=budget, **pinned))
+        assert plan.host_total_bytes <= budget
+        return [len(arrays) for arrays in plan.in_files]
+
+    layer_moments = 8 * layout.layers[0].trained_numel
+    assert spilled(none.host_total_bytes) == [0, 0, 0, 0]
+    assert spilled(none.host_total_bytes - 1) == [0, 0, 0, 2]
+    assert spilled(none.host_total_bytes - layer_moments) == [0, 0, 2, 2]
+    assert spilled(all_moments.host_total_bytes) == [2, 2, 2, 2]
+    assert spilled(all_moments.host_total_bytes - 1) == [2, 2, 2, 3]
