@@ -169,3 +169,12 @@ def test_the_command_plans_several_ranks(capsys: pytest.CaptureFixture[str]) -> 
         assert share in page
     assert main([*command.split(), "--gpus", "0"]) not in (None, 0)
     assert "--gpus: got 0" in capsys.readouterr().err
+
+
+def test_weights_that_ranks_share_never_spill_by_themselves() -> None:
+    demand = Demand(states=adam_states(torch.bfloat16), accumulate=False, window=4, nvme=True)
+    least = make_plan(LAYOUT, replace(demand, spill="weights")).host_total_bytes
+    tight = replace(demand, host_budget_bytes=least)
+    assert any("weights" in arrays for arrays in make_plan(LAYOUT, tight).in_files)
+    with pytest.raises(BudgetError, match="host memory: the plan needs"):
+        make_plan(LAYOUT, replace(tight, num_ranks=2, host_budget_bytes=least // 2))

@@ -105,6 +105,21 @@ def test_a_refusal_names_the_smallest_budget_that_fits() -> None:
         assert fits(asked.layout, demand) is (budget == need)
 
 
+def test_a_refusal_names_the_host_where_the_gpu_has_room() -> None:
+    """Though a plan that recomputes alone does not fit this GPU."""
+    asked = question(8)
+    with pytest.raises(BudgetError) as refused:
+        asked.choice(gpu_budget_bytes=1 << 20)
+    least = refused.value.need_bytes
+    with pytest.raises(BudgetError, match="host memory: the plan needs") as short:
+        asked.choice(gpu_budget_bytes=least, host_budget_bytes=8 * GIB)
+    need = short.value.need_bytes
+    assert need is not None
+    for budget in (need, need - 1):
+        demand = replace(asked.demand, gpu_budget_bytes=least, host_budget_bytes=budget)
+        assert fits(asked.layout, demand) is (budget == need)
+
+
 def test_a_short_host_gets_the_plan_with_the_most_blocks_on_the_gpu() -> None:
     """Also where that number is between two that are tried."""
     asked = question(16, num_blocks=40, activations="recompute", window=1)
