@@ -173,8 +173,12 @@ def test_the_command_plans_several_ranks(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_weights_that_ranks_share_never_spill_by_themselves() -> None:
     demand = Demand(states=adam_states(torch.bfloat16), accumulate=False, window=4, nvme=True)
-    least = make_plan(LAYOUT, replace(demand, spill="weights")).host_total_bytes
-    tight = replace(demand, host_budget_bytes=least)
-    assert any("weights" in arrays for arrays in make_plan(LAYOUT, tight).in_files)
-    with pytest.raises(BudgetError, match="host memory: the plan needs"):
-        make_plan(LAYOUT, replace(tight, num_ranks=2, host_budget_bytes=least // 2))
+    for num_ranks in (1, 2):
+        of_ranks = replace(demand, num_ranks=num_ranks)
+        least = make_plan(LAYOUT, replace(of_ranks, spill="masters")).host_total_bytes
+        short = replace(of_ranks, host_budget_bytes=least - 1)
+        if num_ranks == 1:
+            assert any("weights" in arrays for arrays in make_plan(LAYOUT, short).in_files)
+        else:
+            with pytest.raises(BudgetError, match="host memory: the plan needs"):
+                make_plan(LAYOUT, short)
