@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -110,22 +111,31 @@ def at_signal(work: Round, after_s: float) -> None:
 def at_thread(work: Round, after_s: float) -> None:
     """`work`, ended by another thread, as notebooks do it."""
     training, ended = threading.get_ident(), threading.Event()
+    start, is_starting = threading.Thread.start, threading.Lock()
+
+    def start_alone(thread: threading.Thread) -> None:
+        # CPython gives a new thread the number of the one that makes it, until it runs. An
+        # interrupt that comes then ends the new one, and `start` waits for it for ever.
+        with is_starting:
+            start(thread)
 
     def stop() -> None:
         if not ended.wait(after_s):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(training), ctypes.py_object(Stopped)
-            )
+            with is_starting:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(training), ctypes.py_object(Stopped)
+                )
 
     stopping = threading.Thread(target=stop)
     stopping.start()
-    try:
-        work()
-        for _ in range(100):  # what was sent at the very end is raised here
-            time.sleep(0.0)
-    finally:
-        ended.set()
-        stopping.join()
+    with patch.object(threading.Thread, "start", start_alone):
+        try:
+            work()
+            for _ in range(100):  # what was sent at the very end is raised here
+                time.sleep(0.0)
+        finally:
+            ended.set()
+            stopping.join()
 
 
 class Place:

@@ -168,6 +168,7 @@ def accumulated() -> tuple[dict[str, int], int]:
         for micro in range(6):
             engine.backward(loss_of(engine(**make_batch(2 * micro + rank()))))
             engine.step()
+        engine.synchronize()  # what a rank sends to another owner may still be under way
         now = engine.inspect()
         once = 4 * sum(layer.trained_numel for layer in now.layout.layers)
         return dict(now.ranks.sent_bytes), once
