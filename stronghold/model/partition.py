@@ -2,15 +2,8 @@
 
 It puts every parameter into one layer (FSDP unit) that moves or stays.
 
-Owns the law that every stored tensor (`model.stored_tensors`) is in exactly one layer, and the
-register of models that were built without values, which it does not keep alive. Owns the search for
-blocks, in this order:
-
-1. The paths that the user named.
-2. The tables of known families: by `config.model_type`, or by class name for Megatron, PyTorch and
-   research code. A family needs an entry only if the structure would choose wrongly, or if a model
-   of one block must work.
-3. The structure of the module tree.
+Owns the law that every stored tensor (`model.stored_tensors`) is in exactly one layer. Owns the
+search for blocks: the paths that the user named, else the structure of the module tree.
 
 Types, names and shapes decide. It never reads a parameter's data, and never runs or changes the
 model. The training thread makes a partition once; it is immutable afterwards.
@@ -34,7 +27,6 @@ parameters are resident. Only blocks that the user named must exist.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import re
 from collections import Counter
@@ -42,7 +34,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import is_, itemgetter
-from typing import Any
 
 import torch
 from torch import nn
@@ -371,80 +362,17 @@ _MIN_SHARE_OF_LARGEST = 0.02
 _MIN_BLOCK_NUMEL = 1 << 20
 
 
-# Paths of block containers by `config.model_type`, as suffixes of module names: "h" is
-# "transformer.h" in GPT2LMHeadModel and "h" in GPT2Model. Several paths: several stacks, or several
-# versions of the library.
-_SUFFIXES: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("h",): (
-        "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj",
-    ),
-    ("blocks",): ("mpt",),
-    ("layers",): (
-        "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma", "gemma2",
-        "gemma3", "gemma3_text", "glm", "glm4", "gpt_neox", "gpt_oss", "granite",
-        "granitemoe", "internlm2", "llama", "llama4_text", "mamba", "mamba2", "ministral",
-        "mistral", "mixtral", "modernbert", "nemotron", "olmo", "olmo2", "olmo3", "olmoe",
-        "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
-        "qwen3_moe", "qwen3_next", "smollm3", "stablelm", "starcoder2",
-    ),
-    ("encoder.layer",): (
-        "bert", "camembert", "deberta", "deberta-v2", "electra", "esm", "mpnet", "roberta",
-        "xlm-roberta",
-    ),
-    ("transformer.layer",): ("distilbert",),
-    # Groups, not the layers in them: a group is called num_hidden_layers / num_hidden_groups times
-    # per forward.
-    ("encoder.albert_layer_groups",): ("albert",),
-    ("layers", "encoder.layer"): ("deit", "dinov2", "vit", "vit_mae"),
-    ("encoder.block", "decoder.block"): ("longt5", "mt5", "switch_transformers", "t5", "umt5"),
-    ("encoder.layers", "decoder.layers"): (
-        "bart", "blenderbot", "m2m_100", "marian", "mbart", "pegasus", "whisper",
-    ),
-}  # fmt: skip
-
-MODEL_TYPES: dict[str, tuple[str, ...]] = {
-    model_type: paths for paths, types in _SUFFIXES.items() for model_type in types
-}
-
-# Paths by class name, exactly as they are below that module: class names are not unique, so nothing
-# is guessed.
-CLASS_NAMES: dict[str, tuple[str, ...]] = {
-    # Megatron: the legacy models, then Megatron core's.
-    "GPTModel": ("language_model.encoder.layers", "decoder.layers"),
-    "BertModel": ("language_model.encoder.layers", "encoder.layers"),
-    "T5Model": (
-        "language_model.encoder.layers",
-        "language_model.decoder.layers",
-        "encoder.layers",
-        "decoder.layers",
-    ),
-    "TransformerLanguageModel": ("encoder.layers", "decoder.layers"),
-    "ParallelTransformer": ("layers",),
-    "TransformerBlock": ("layers",),
-    # Other layouts of the same: a model that holds `transformer.layers` with embedding and head
-    # beside it.
-    "GPT2Model": ("transformer.layers",),
-    # minGPT, nanoGPT.
-    "GPT": ("transformer.h", "transformer.layers"),
-    # torch.nn, and the reference code of Llama.
-    "Transformer": ("layers", "encoder.layers", "decoder.layers"),
-    "TransformerEncoder": ("layers",),
-    "TransformerDecoder": ("layers",),
-}
-
-
 def find_blocks(model: nn.Module, layers: str | Sequence[str] | None = None) -> list[nn.Module]:
     """Find the distinct blocks of `model` that hold parameters. None lies inside another.
 
-    `layers` has dotted paths of block containers or of blocks; `*` matches within one component.
-    None: search, which may find none. ConfigError for a path that names no module with parameters,
-    or for nested blocks.
+    `layers` has dotted paths of block containers or of blocks. None: search, which may find none.
+    ConfigError for a path that names no module with parameters, or for nested blocks.
     """
-    if layers is not None:
-        blocks = _named_blocks(model, [layers] if isinstance(layers, str) else list(layers))
-    else:
-        blocks = _family_blocks(model) or _structural_blocks(model)
-    return _distinct(blocks)
+    if layers is None:
+        # Plain lists of layers (linear maps) count if they are most of the model.
+        return _large_groups(model) or _most_of(model, _large_groups(model, any_kind=True))
+    blocks = _named_blocks(model, [layers] if isinstance(layers, str) else list(layers))
+    return list(dict.fromkeys(blocks))
 
 
 # --- by name --------------------------------------------------------------------------------------
@@ -455,155 +383,57 @@ def _named_blocks(model: nn.Module, paths: list[str]) -> list[nn.Module]:
         )
     # Aliases of shared modules count. The user may take any name by which code reaches a block.
     modules = dict(model.named_modules(remove_duplicate=False))
-    blocks: list[nn.Module] = []
+    blocks: dict[nn.Module, str] = {}
     for path in paths:
-        names = _matches(path, modules)
-        if not names:
+        ends = [name for name in modules if name.endswith(f".{path}")]  # in wrapped models
+        names = [path] if path in modules else _outermost(ends)
+        if not path or not names:
             raise ConfigError(_unknown_path(model, path, modules))
-        # A path that ends in a number or a wildcard names blocks, even if they are Sequentials. Any
-        # other path names a container.
-        last = path.rsplit(".", 1)[-1]
-        names_blocks = last.isdigit() or "*" in last
-        path_blocks: list[nn.Module] = []
-        for name in names:
-            path_blocks += _blocks_in(modules[name], open_sequential=not names_blocks)
-        if not path_blocks:
+        # A path that ends in a number names a block, even if it is a Sequential. Any other path
+        # names a container.
+        is_block = path.rpartition(".")[2].isdigit()
+        found = [
+            block
+            for name in names
+            for block in _blocks_in(modules[name], open_sequential=not is_block)
+        ]
+        if not found:
             raise ConfigError(
                 f'{_KEY}: "{path}" holds no module with parameters and a forward of its own, so '
                 "there is nothing to stream; name the blocks, or the list that holds them."
             )
-        blocks += path_blocks
-    _refuse_nested(model, _distinct(blocks))
-    return blocks
+        blocks.update(dict.fromkeys(found, path))
+    of_blocks = {module: name for name, module in model.named_modules() if module in blocks}
+    for block, name in of_blocks.items():
+        for inner in block.modules():
+            if inner is not block and inner in of_blocks:
+                raise ConfigError(
+                    f'{_KEY}: "{of_blocks[inner]}" lies inside "{name}"; a layer moves as a whole, '
+                    "so name only one of them."
+                )
+    return [*blocks]
 
 
-def _matches(path: str, names: Iterable[str]) -> list[str]:
-    """The names that match `path`, component by component.
-
-    If there are none (wrapped models): the outermost names that end in it.
-    """
-    pattern = path.split(".")
-    split_names = [name.split(".") for name in names if name]
-    exact = [components for components in split_names if _fits(components, pattern)]
-    length = len(pattern)
-    suffix = [components for components in split_names if _fits(components[-length:], pattern)]
-    return [".".join(components) for components in exact or _outermost(suffix)]
-
-
-def _fits(components: list[str], pattern: list[str]) -> bool:
-    if len(components) != len(pattern):
-        return False
-    return all(map(fnmatch.fnmatchcase, components, pattern))
-
-
-def _outermost(names: list[list[str]]) -> list[list[str]]:
-    """The names, split at dots, that do not lie inside another one."""
-    chosen = {tuple(name) for name in names}
-    return [
-        name
-        for name in names
-        if not any(tuple(name[:length]) in chosen for length in range(1, len(name)))
-    ]
+def _outermost(names: Sequence[str]) -> list[str]:
+    """The dotted names that do not lie inside another one."""
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
 def _unknown_path(model: nn.Module, path: str, names: Iterable[str]) -> str:
     """The message for a path that matches no module."""
-    lists = [name.split(".") for name, module in model.named_modules() if _is_container(module)]
-    quoted: list[str] = []
-    for components in _outermost(lists)[:4]:
-        name = ".".join(components)
-        if name:
-            quoted.append(f'"{name}"')
+    lists = _outermost([name for name, module in model.named_modules() if _is_container(module)])
+    quoted = [f'"{name}"' for name in lists[:4] if name]
     hint = f" Lists of modules in it: {', '.join(quoted)}." if quoted else ""
     return (
-        f'{_KEY}: got "{path}", expected the dotted path of a module of {type(model).__name__} '
-        f'("*" stands for any one component).{did_you_mean(path, filter(None, names))}{hint}'
+        f'{_KEY}: got "{path}", expected the dotted path of a module of {type(model).__name__}.'
+        f"{did_you_mean(path, filter(None, names))}{hint}"
     )
 
 
-def _refuse_nested(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """ConfigError for a block inside another one."""
-    names = {id(module): name for name, module in model.named_modules()}
-    chosen = {id(block) for block in blocks}
-    for block in blocks:
-        for inner in block.modules():
-            if inner is not block and id(inner) in chosen:
-                raise ConfigError(
-                    f'{_KEY}: "{names[id(inner)]}" lies inside "{names[id(block)]}"; a layer moves '
-                    "as a whole, so name only one of them."
-                )
-
-
-# --- by family ------------------------------------------------------------------------------------
-def _unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`model` and the models that it merely wraps, with their names, outermost first.
-
-    A wrapped model is an only child: under PEFT, DDP, or an outer module that adds a loss.
-    """
-    name, module = "", model
-    yield name, module
-    while len(children := list(module.named_children())) == 1:
-        child, module = children[0]
-        name = f"{name}.{child}" if name else child
-        yield name, module
-
-
-def _family_paths(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(suffixes, exact paths) of the block containers of a known model, else both empty.
-
-    The outermost module with a `config.model_type` or a listed class name decides. `model_type`
-    wins, because class names (BertModel) are not unique.
-    """
-    for name, module in _unwrapped(model):
-        config: Any = getattr(module, "config", None)
-        model_type = getattr(config, "model_type", None)
-        if isinstance(model_type, str):
-            return MODEL_TYPES.get(model_type, ()), ()
-        paths = CLASS_NAMES.get(type(module).__name__)
-        if paths is not None:
-            return (), tuple(f"{name}.{path}" if name else path for path in paths)
-    return (), ()
-
-
-def _family_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a known model; empty for an unknown one."""
-    suffixes, exact = _family_paths(model)
-    dotted_suffixes = tuple(f".{suffix}" for suffix in suffixes)
-    containers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        is_named = name in exact or name in suffixes or name.endswith(dotted_suffixes)
-        if is_named and _is_container(module):
-            containers[name] = module
-    blocks: list[nn.Module] = []
-    for components in _outermost([name.split(".") for name in containers]):
-        blocks += _blocks_in(containers[".".join(components)], open_sequential=True)
-    return blocks
-
-
 # --- by structure ---------------------------------------------------------------------------------
-def _structural_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that the structure of the module tree shows.
-
-    1. Outermost groups of at least two blocks of one kind.
-    2. If there are none: layers of plain lists, if they are most of the model but its embeddings.
-
-    Small groups of small blocks are left out.
-    """
-    repeated = _large_groups(model, _repeated_blocks)
-    if repeated:
-        return repeated
-    plain = _large_groups(model, _plain_layers)
-    plain_numel = sum(map(_numel, plain))
-    embeddings = {module for module in model.modules() if isinstance(module, nn.Embedding)}
-    numel_but_embeddings = _numel(model) - sum(map(_numel, embeddings))
-    return plain if 2 * plain_numel >= numel_but_embeddings else []
-
-
-def _large_groups(
-    model: nn.Module, group_of: Callable[[nn.Module], list[nn.Module]]
-) -> list[nn.Module]:
+def _large_groups(model: nn.Module, *, any_kind: bool = False) -> list[nn.Module]:
     """The blocks of all outermost groups that are not small."""
-    groups = list(_outermost_groups(model, group_of))
+    groups = list(_outermost_groups(model, any_kind=any_kind))
     sizes = [sum(map(_numel, group)) for group in groups]
     least = _MIN_SHARE_OF_LARGEST * max(sizes, default=0)
     blocks: list[nn.Module] = []
@@ -613,71 +443,55 @@ def _large_groups(
     return blocks
 
 
-def _outermost_groups(
-    module: nn.Module, group_of: Callable[[nn.Module], list[nn.Module]]
-) -> Iterator[list[nn.Module]]:
+def _most_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """The blocks, if they are most of the model but its embeddings."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    rest = _numel(model) - sum(map(_numel, embeddings))
+    return blocks if 2 * sum(map(_numel, blocks)) >= rest else []
+
+
+def _outermost_groups(module: nn.Module, *, any_kind: bool) -> Iterator[list[nn.Module]]:
     """Groups in registration order. The search does not enter a group: a list of experts belongs to
     its block."""
-    group = group_of(module)
+    group = list(dict.fromkeys(_group(module, any_kind=any_kind)))
     if group:
         yield group
     taken = set(group)
     for child in module.children():
         if taken.isdisjoint(child.modules()):
-            yield from _outermost_groups(child, group_of)
+            yield from _outermost_groups(child, any_kind=any_kind)
 
 
-def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The group of like blocks that `module` holds as a list or as numbered attributes (block0,
-    block1); empty if there is none."""
-    if not _is_container(module):
-        return _numbered_siblings(module)
-    blocks = _blocks_in(module, open_sequential=True)
-    like = _alike(blocks)
-    # A Sequential may begin with an embedding and end with a head. A ModuleList mixes only kinds of
-    # blocks.
-    if isinstance(module, nn.Sequential):
-        return _distinct(like)
-    is_mostly_like = bool(like) and 2 * len(like) >= len(blocks)
-    return _distinct(blocks) if is_mostly_like else []
+def _group(module: nn.Module, *, any_kind: bool) -> list[nn.Module]:
+    """Like blocks that `module` holds as a list or as numbered attributes (block0, block1).
 
-
-def _numbered_siblings(module: nn.Module) -> list[nn.Module]:
-    """Like blocks among the numbered attributes of `module`."""
+    any_kind  all members of a list, alike or not: linear maps, say
+    """
+    if _is_container(module):
+        blocks = _blocks_in(module, open_sequential=True)
+        if any_kind:
+            has_layers = not all(isinstance(block, nn.Embedding) for block in blocks)
+            return blocks if len(blocks) > 1 and has_layers else []
+        like = _alike(blocks)
+        # A Sequential may begin with an embedding and end with a head. A ModuleList mixes only
+        # kinds of blocks.
+        if isinstance(module, nn.Sequential):
+            return like
+        return blocks if like and 2 * len(like) >= len(blocks) else []
     siblings: dict[str, list[nn.Module]] = {}
     for name, child in module.named_children():
         stem = re.fullmatch(r"(.*?)\d+", name)
         # Numbered lists (a ResNet's layer1 to layer4) are containers. The blocks in them are the
         # finer choice.
-        if stem and _is_callable(child) and not _is_container(child):
+        if stem and not any_kind and _is_callable(child) and not _is_container(child):
             siblings.setdefault(stem[1], []).append(child)
-    blocks: list[nn.Module] = []
-    for group in siblings.values():
-        blocks += _alike(group)
-    return _distinct(blocks)
-
-
-def _plain_layers(module: nn.Module) -> list[nn.Module]:
-    """Children with parameters, of any kind, of a list that has at least two."""
-    if not _is_container(module):
-        return []
-    blocks = _blocks_in(module, open_sequential=True)
-    if len(blocks) < 2 or all(isinstance(block, nn.Embedding) for block in blocks):
-        return []
-    return _distinct(blocks)
+    return [block for group in siblings.values() for block in _alike(group)]
 
 
 def _alike(blocks: list[nn.Module]) -> list[nn.Module]:
-    """The blocks that share their kind or all of their shapes with another one, without single
-    primitives."""
+    """The blocks that share their kind with another one, without single primitives."""
     kinds = Counter(map(_kind, blocks))
-    shapes = Counter(map(_shapes, blocks))
-    alike: list[nn.Module] = []
-    for block in blocks:
-        is_repeated = kinds[_kind(block)] > 1 or shapes[_shapes(block)] > 1
-        if is_repeated and not _is_primitive(block):
-            alike.append(block)
-    return alike
+    return [block for block in blocks if kinds[_kind(block)] > 1 and not _is_primitive(block)]
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
@@ -686,10 +500,6 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
     if _is_container(module):
         return (type(module), *map(_kind, module.children()))
     return (type(module),)
-
-
-def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(parameter.shape) for parameter in module.parameters())
 
 
 # --- kinds of modules -----------------------------------------------------------------------------
@@ -740,10 +550,6 @@ def _numel(module: nn.Module) -> int:
     return sum(math.prod(parameter.shape) for parameter in module.parameters())
 
 
-def _distinct(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    return list(dict.fromkeys(blocks))
-
-
 def why_no_blocks(model: nn.Module) -> str:
     """A message: the reason for which the search found no blocks, and how the user names them."""
     largest = sorted(
@@ -751,11 +557,11 @@ def why_no_blocks(model: nn.Module) -> str:
     )[:3]
     held = ", ".join(f'"{name}" ({numel:,} parameters)' for numel, name in largest) or "none"
     message = (
-        f"no repeated blocks found in {type(model).__name__}. Looked for a known family "
-        "(config.model_type or class name), then for a ModuleList, Sequential or numbered "
-        "attributes that hold at least two like modules with parameters. Largest children: "
+        f"no repeated blocks found in {type(model).__name__}. Looked for a ModuleList, Sequential "
+        "or numbered attributes that hold at least two like modules with parameters. Largest "
+        "children: "
         f"{held}. To name the blocks, or the list that holds them, set {_KEY}, for example "
         '"stronghold": {"layers": "model.layers"} or '
-        '{"layers": ["encoder.block.*", "decoder.block.*"]}.'
+        '{"layers": ["encoder.block", "decoder.block"]}.'
     )
     return with_page(message, ErrorPage.NO_BLOCKS)

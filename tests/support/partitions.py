@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from torch import Tensor, nn
 
-from stronghold.model import partition
 from stronghold.model.partition import Layer, Partition
 from tests.models import MODELS, Block
 
@@ -118,11 +116,6 @@ def resident(found: Partition) -> list[str]:
 def layer_of(found: Partition, parameter: nn.Parameter) -> Layer:
     (layer,) = [x for x in found.layers if any(n.parameter is parameter for n in x.parameters)]
     return layer
-
-
-def without_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "MODEL_TYPES", {})
-    monkeypatch.setattr(partition, "CLASS_NAMES", {})
 
 
 class Holder(nn.Module):

@@ -237,7 +237,7 @@ def test_experts_count_for_the_tokens_that_they_get() -> None:
     config = MixtralConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
         num_local_experts=8,

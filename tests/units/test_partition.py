@@ -9,15 +9,7 @@ from torch import nn
 from stronghold.errors import ConfigError
 from stronghold.model.partition import partition
 from tests.models import HUGGING_FACE, MODELS, PLAIN, TOYS, Decoder
-from tests.support.partitions import (
-    EXPECTED,
-    build,
-    layer_of,
-    pair,
-    resident,
-    streamed,
-    without_table,
-)
+from tests.support.partitions import EXPECTED, build, layer_of, pair, resident, streamed
 
 # --- the zoo -------------------------------------------------------------------------------------
 
@@ -29,14 +21,6 @@ def test_the_zoo_is_covered() -> None:
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_a_zoo_model_has_exactly_these_layers(name: str) -> None:
     found = partition(build(name))
-    assert (streamed(found), resident(found)) == EXPECTED[name]
-
-
-@pytest.mark.parametrize("name", list(EXPECTED))
-def test_structure_alone_finds_the_same_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(name)
-    without_table(monkeypatch)
-    found = partition(model)
     assert (streamed(found), resident(found)) == EXPECTED[name]
 
 

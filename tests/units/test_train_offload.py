@@ -362,7 +362,7 @@ def nested() -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_block_within_a_block_changes_no_bit_and_leaves_nothing(level: str) -> None:
-    settings = {"layers": "blocks.*", "window": 2}
+    settings = {"layers": "blocks", "window": 2}
     with training(level, nested()[0], **settings) as core:
         forward(core).backward()
         assert not any(call.sources for call in core.trainer.offload._calls)
@@ -396,7 +396,7 @@ def scaled() -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize("outer", ["keep", *LEVELS])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_block_may_get_a_weight_of_the_block_around_it(level: str, outer: str) -> None:
-    settings = {"layers": "blocks.*", "window": 3}
+    settings = {"layers": "blocks", "window": 3}
     with training("keep", scaled()[0], **settings) as core:
         blocks = [layer.index for layer in core.layers if layer.is_block]
         of_block = dict(zip(blocks, [outer, level] * 2, strict=True))
