@@ -440,9 +440,8 @@ def with_section(initialize: Any, *given: Any, **named: Any) -> Any:
     args, older = call.get("args"), call.pop("config_params", None)
     settings = read_config(call.pop("config", older), args)
     settings.setdefault("stronghold", {"device": "emulated", **blocks_of(call.get("model"))})
-    for name in ("deepspeed_config", "deepscale_config"):
-        if getattr(args, name, None) is not None:
-            setattr(args, name, None)
+    if getattr(args, "deepspeed_config", None) is not None:
+        args.deepspeed_config = None
     return stronghold.initialize(**call, config=settings)
 
 

@@ -55,7 +55,8 @@ Used:
     torch.distributed.distributed_c10d._get_default_store: a rank that fails says why there.
 22. _save_to_state_dict, _non_persistent_buffers_set, _register_state_dict_hook,
     _state_dict_pre_hooks: what a state dict holds. numpy._core.multiarray._reconstruct: generator
-    states in checkpoints. Transformers' PreTrainedModel._from_config, and its classes' names, since
+    states in checkpoints. DeepSpeedConfig._configure_train_batch_size: ranks may not have met when
+    the config is read. Transformers' PreTrainedModel._from_config, and its classes' names, since
     it need not be installed.
 """
 

@@ -6,40 +6,13 @@ keys below it that have no row of their own. Pure data and pure functions. Any t
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from stronghold.config.source import SECTION, warn_once
 from stronghold.errors import BOOLEAN, Expected, did_you_mean, is_number, value_problem
 from stronghold.optim import OPTIMIZERS
-
-
-class Effect(enum.Enum):
-    """The effect of one of DeepSpeed's keys under stronghold."""
-
-    HONOURED = "honoured"
-    IGNORED = "without effect"
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True, slots=True)
-class KeyRow:
-    """One row of the table.
-
-    name      dotted key
-    effect    what becomes of it
-    note      what it does. Or why it does nothing, and what to do instead
-    harmless  values of a refused key that are accepted, because they ask for nothing
-    """
-
-    name: str
-    effect: Effect
-    note: str
-    harmless: tuple[Any, ...] = ()
-
 
 OFF = (None, False, "auto")
 FP32 = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's spellings
@@ -66,9 +39,9 @@ HONOURED = {
     "bf16.enabled": "bf16 weights and gradients; exact fp32 masters and moments on the host.",
     "bf16.bf16_master_weights_and_grads": "DeepSpeed's masters take 2 bytes beside the weight. So "
     "do the exact fp32 masters of stronghold. Lean ones take 1 (stronghold.states). Gradients are "
-    "bf16 in any case. The log names the masters in use.",
+    "bf16 in any case.",
     "bf16.bf16_optimizer_states": "DeepSpeed's moments take 4 bytes for both. Exact ones are fp32 "
-    "and take 8, lean ones take 2.1 (stronghold.states). The log names the moments in use.",
+    "and take 8, lean ones take 2.1 (stronghold.states).",
     "bf16.check_grad_overflow": "Skip a step with NaN or infinite gradients. Absent: true. With "
     "false the step is applied, as in a plain loop. fp16 and fp32 always skip, "
     "as in DeepSpeed's ZeRO.",
@@ -139,7 +112,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp16.fp16_master_weights_and_grads": (OFF, "Masters are fp32. Set it to false or remove it."),
     "data_types.grad_accum_dtype": (
         (None, "auto", *FP32, *HALF),
-        "Micro-batches are added up in fp32. The log names another dtype.",
+        "Micro-batches are added up in fp32. Remove the key.",
     ),
     "data_types.buffer_dtype": ((None,), "Buffers keep their dtype. Cast them before initialize."),
     "torch_autocast.enabled": (OFF, 'Streamed weights have one dtype. Use "bf16" instead.'),
@@ -161,27 +134,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(_REMOVED_NAMES.split(), ((), _REMOVED)),
 }
 
-KEYS: tuple[KeyRow, ...] = (
-    *(KeyRow(name, Effect.HONOURED, note) for name, note in HONOURED.items()),
-    *(KeyRow(name, Effect.IGNORED, note) for name, note in IGNORED.items()),
-    *(KeyRow(name, Effect.REFUSED, note, harmless) for name, (harmless, note) in REFUSED.items()),
-)
-ROWS: dict[str, KeyRow] = {row.name: row for row in KEYS}
+ROWS = {**HONOURED, **IGNORED, **REFUSED}
 SECTIONS = frozenset(name.partition(".")[0] for name in ROWS if "." in name)
-ALIASES = {"bfloat16": "bf16"}
-TOP_LEVEL = {name.partition(".")[0] for name in ROWS}
-KNOWN = frozenset({*TOP_LEVEL, SECTION, *ALIASES})
-# By DeepSpeed's key for small states: the states of ours that replace them, by stronghold.states.
-BF16_STATES = {
-    "bf16_master_weights_and_grads": {
-        "exact": "exact fp32 masters in as many bytes, 2 beside the weight",
-        "lean": "masters of 24 bits, 1 byte beside the weight",
-    },
-    "bf16_optimizer_states": {
-        "exact": 'fp32 moments, 8 bytes instead of 4; "lean" takes 2.1',
-        "lean": "8-bit moments, 2.1 bytes instead of 4",
-    },
-}
+KNOWN = frozenset({*(name.partition(".")[0] for name in ROWS), SECTION, "bfloat16"})
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -196,6 +151,10 @@ def _is_object(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
+def _is_word(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def _is_step_count(value: object) -> bool:
     return value == math.inf or (isinstance(value, int) and is_number(value))
 
@@ -205,76 +164,56 @@ STEPS = Expected(_is_step_count, "a number of steps, or no such key")
 VALUES: dict[str, Expected] = {
     **dict.fromkeys(BATCH_KEYS, Expected(_is_count, "an integer >= 1")),
     # DeepSpeed unpacks sections unchecked: a number raises a TypeError far from its key.
-    **dict.fromkeys(sorted({*SECTIONS, *ALIASES} - {"zero_optimization"}), OBJECT),
+    **dict.fromkeys(sorted(SECTIONS - {"zero_optimization"}), OBJECT),
     "gradient_clipping": Expected(is_number, "a number >= 0 (0 turns clipping off)"),
     "steps_per_print": STEPS,
     "bf16.enabled": BOOLEAN,
-    **{f"bf16.{key}": BOOLEAN for key in BF16_STATES},
+    "bf16.bf16_master_weights_and_grads": BOOLEAN,
+    "bf16.bf16_optimizer_states": BOOLEAN,
     "fp16.enabled": BOOLEAN,
     "scheduler.params": OBJECT,
+    "log_level": Expected(_is_word, 'a name such as "info"'),
 }
 
 
-def row_for(dotted: str) -> KeyRow | None:
-    """The row of the longest prefix of `dotted` that has one, or None."""
-    steps = _canonical(dotted).split(".")
-    for length in range(len(steps), 0, -1):
-        row = ROWS.get(".".join(steps[:length]))
-        if row is not None:
-            return row
-    return None
-
-
-def _canonical(dotted: str) -> str:
-    """The key under the section's main name: "bf16.enabled" for "bfloat16.enabled"."""
-    section, dot, key = dotted.partition(".")
-    return f"{ALIASES.get(section, section)}{dot}{key}"
+def row_of(dotted: str) -> str:
+    """The longest beginning of `dotted` that has a row, or ""."""
+    while dotted and dotted not in ROWS:
+        dotted = dotted.rpartition(".")[0]
+    return dotted
 
 
 def refusals(config: Mapping[str, Any]) -> list[str]:
     """One line for each key whose value stronghold does not support, or cannot read."""
-    lines = []
+    lines: list[str | None] = []
     for dotted, value in _walk(config):
-        row = row_for(dotted)
-        expected = VALUES.get(_canonical(dotted))
-        is_exact = row is not None and row.name.count(".") == dotted.count(".")
-        if row is not None and is_exact and row.effect is Effect.REFUSED:
-            if value not in row.harmless:
-                lines.append(f"{dotted}: got {value!r}. {row.note}")
-            continue
-        if expected is None or (expected is not OBJECT and value in (None, "auto")):
-            continue
-        line = value_problem(dotted, value, expected)
-        if line is not None:
-            lines.append(line)
-    return lines
+        expected = VALUES.get(dotted)
+        if dotted in REFUSED:
+            harmless, note = REFUSED[dotted]
+            lines.append(None if value in harmless else f"{dotted}: got {value!r}. {note}")
+        elif expected is OBJECT or (expected and value not in (None, "auto")):
+            lines.append(value_problem(dotted, value, expected))
+    return [line for line in lines if line is not None]
 
 
 def unfilled_lines(config: Mapping[str, Any]) -> list[str]:
     """One line for each honoured key that is still "auto": frameworks replace these earlier."""
-    lines = []
-    for dotted, value in _walk(config):
-        row = row_for(dotted)
-        if value == "auto" and row is not None and row.effect is Effect.HONOURED:
-            lines.append(
-                f'{dotted}: got "auto", which no framework filled in. Write a value or remove it.'
-            )
-    return lines
+    return [
+        f'{dotted}: got "auto", which no framework filled in. Write a value or remove it.'
+        for dotted, value in _walk(config)
+        if value == "auto" and row_of(dotted) in HONOURED
+    ]
 
 
 def ignored_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys of the config that are without effect, sorted."""
-    keys = []
-    for dotted, value in _walk(config):
-        row = row_for(dotted)
-        if row is not None and row.effect is Effect.IGNORED and not isinstance(value, Mapping):
-            keys.append(dotted)
-    return tuple(sorted(keys))
+    keys = (key for key, value in _walk(config) if not isinstance(value, Mapping))
+    return tuple(sorted(key for key in keys if row_of(key) in IGNORED))
 
 
 def warn_of_misspelt(config: Mapping[str, Any]) -> None:
     """Log unknown keys that look like a known one, each once."""
-    for key in config:
+    for key in map(str, config):
         if key in KNOWN or key.startswith("_"):
             continue
         hint = did_you_mean(key, KNOWN)

@@ -9,9 +9,8 @@ torch and no DeepSpeed. The training thread enters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -415,7 +414,7 @@ def _explain_one(path: tuple[str, ...], detail: Any) -> str:
     for key in path[:-1]:
         model = nested_section(model.model_fields[key]) or model
     dotted = ".".join((SECTION, *path))
-    if detail["type"] == "extra_forbidden":
+    if detail["type"] in ("extra_forbidden", "invalid_key"):
         known = list(model.model_fields)
         if dotted in REMOVED_KEYS:
             return f"{dotted}: stronghold removed this key. {REMOVED_KEYS[dotted]}"
@@ -429,66 +428,31 @@ def _explain_one(path: tuple[str, ...], detail: Any) -> str:
 def resolve_nvme(section: StrongholdConfig, zero: DeepSpeedZeroConfig) -> StrongholdConfig:
     """Return the section with the effective `nvme`: None if no key asks for it, else with a path.
 
-    zero  DeepSpeed's reading of its keys. offload_optimizer on nvme lets moments and masters spill,
-          offload_param lets everything. State is striped over their two paths
+    zero  DeepSpeed's reading of its keys. They fill in what the section leaves out:
+          offload_optimizer on nvme lets moments and masters spill, offload_param lets everything.
+          State is striped over their two paths
 
-    Raises ConfigError for a contradiction, and for a missing path.
+    ConfigError for a missing path.
     """
-    offload_sections = {
-        "offload_optimizer": zero.offload_optimizer,
-        "offload_param": zero.offload_param,
+    asked = {
+        name: offload
+        for name in ("offload_optimizer", "offload_param")
+        if (offload := getattr(zero, name)) is not None and offload.device == "nvme"
     }
-    offloads = {
-        f"zero_optimization.{key}": offload
-        for key, offload in offload_sections.items()
-        if offload is not None and offload.device == "nvme"
-    }
-    if section.nvme is None and not offloads:
+    if section.nvme is None and not asked:
         return section
-    ours = section.nvme or NvmeConfig()
-    problems, update = [], {}
-    for name, key, value in _deepspeed_values(offloads):
-        configured = getattr(ours, name)
-        if configured is None:
-            update[name] = value
-        elif not _is_equal(name, configured, value):
-            problems.append(
-                f"{SECTION}.nvme.{name}: got {configured!r}, and {key} asks for {value!r}. "
-                "Remove one of the two, or make them equal."
-            )
-    if problems:
-        raise ConfigError("\n".join(problems))
-    nvme = ours.model_copy(update=update)
-    if not nvme.paths:
-        key = f"{next(iter(offloads))}.nvme_path" if offloads else f"{SECTION}.nvme.path"
-        expected = 'a directory on an NVMe disk, such as "/mnt/nvme0"'
-        raise ConfigError(f"{key}: missing, expected {expected}.")
-    return section.model_copy(update={"nvme": nvme})
-
-
-def _is_equal(name: str, configured: Any, value: Any) -> bool:
-    """True if both values of the key `name` mean the same. The order of paths does not matter."""
-    if configured == value:
-        return True
-    return name == "path" and _directories(configured) == _directories(value)
-
-
-def _deepspeed_values(offloads: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield (our key, DeepSpeed's key, value in our terms) for DeepSpeed's keys about NVMe."""
-    paths = {
-        f"{key}.nvme_path": str(offload.nvme_path)
-        for key, offload in offloads.items()
-        if offload.nvme_path is not None
-    }
-    if paths:
-        distinct = list(dict.fromkeys(paths.values()))
-        value = distinct if len(distinct) > 1 else distinct[0]
-        yield "path", " and ".join(paths), value
-    if offloads:
-        deepest = list(offloads)[-1]
-        yield ("spill", f"{deepest}.device", "weights" if "param" in deepest else "masters")
-
-
-def _directories(value: str | list[str]) -> set[Path]:
-    paths = [value] if isinstance(value, str) else value
-    return {Path(path) for path in paths}
+    nvme = section.nvme or NvmeConfig()
+    paths = dict.fromkeys(str(offload.nvme_path) for offload in asked.values() if offload.nvme_path)
+    path, spill = nvme.path or [*paths] or None, nvme.spill
+    if path is None:
+        key = (
+            f"zero_optimization.{next(iter(asked))}.nvme_path" if asked else f"{SECTION}.nvme.path"
+        )
+        raise ConfigError(
+            f'{key}: missing, expected a directory on an NVMe disk, such as "/mnt/nvme0".'
+        )
+    if spill is None and asked:
+        spill = "weights" if "offload_param" in asked else "masters"
+    return section.model_copy(
+        update={"nvme": nvme.model_copy(update={"path": path, "spill": spill})}
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,17 +20,15 @@ from pydantic import ValidationError
 from stronghold.config.keys import (
     BATCH_KEYS,
     BF16,
-    BF16_STATES,
     FP16,
     FP32,
-    HALF,
     ignored_keys,
     refusals,
     unfilled_lines,
     warn_of_misspelt,
 )
 from stronghold.config.section import StrongholdConfig, parse_section, resolve_nvme
-from stronghold.config.source import SECTION, Source, check_key_types, read_config, warn_once
+from stronghold.config.source import SECTION, Source, read_config, warn_once
 from stronghold.errors import ConfigError, did_you_mean, with_unknown_key_page
 from stronghold.optim import (
     Optimizer,
@@ -46,8 +43,6 @@ from stronghold.optim import (
 if TYPE_CHECKING:
     import torch
     from deepspeed.runtime.config import DeepSpeedConfig
-
-logger = logging.getLogger("stronghold")
 
 FP32_POWERS = range(-126, 128)  # of two
 # Errors that DeepSpeed raises when it unpacks a section of a wrong form.
@@ -130,19 +125,15 @@ def load(source: Source, args: object | None = None, world_size: int | None = No
     Raises ConfigError with a line for each wrong key.
     """
     original = read_config(source, args)
-    check_key_types(original)
-    section = parse_section(original)
-    config = {key: value for key, value in original.items() if key != SECTION and value is not None}
+    section, config = parse_section(original), _without_section(original)
     _raise(refusals(config) + unfilled_lines(config))
     config = {key: value for key, value in config.items() if value != "auto"}
-    config = _with_fp32_sums(config)
     precision = _precision(config)
     optimizer = settings_from_config(config.get("optimizer"))
     scheduler = _scheduler(config.get("scheduler"))
-    _check_log_level(config.get("log_level"))
     deepspeed = _deepspeed_config(config, world_size)
     section = resolve_nvme(section, deepspeed.zero_config)
-    _check_states(section, precision, config.get("bf16") or config.get("bfloat16") or {})
+    _check_states(section, precision)
     warn_of_misspelt(config)
     steps_per_print = config.get("steps_per_print")
     if steps_per_print in (0, math.inf):  # accelerate writes infinity for "never"
@@ -169,13 +160,18 @@ def check_keys(config: Mapping[str, Any]) -> StrongholdConfig:
     For frameworks that act on the config earlier than `load`. "auto" is accepted. Raises
     ConfigError if `load` would refuse the keys.
     """
-    check_key_types(config)
     section = parse_section(config)
-    other_keys = {
-        key: value for key, value in config.items() if key != SECTION and value is not None
-    }
-    _raise(refusals(other_keys))
+    _raise(refusals(_without_section(config)))
     return section
+
+
+def _without_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's keys that have a value, bf16 under its present name."""
+    return {
+        {"bfloat16": "bf16"}.get(key, key): value
+        for key, value in config.items()
+        if key != SECTION and value is not None
+    }
 
 
 def _raise(problems: list[str]) -> None:
@@ -183,33 +179,15 @@ def _raise(problems: list[str]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _with_fp32_sums(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with fp32 sums over micro-batches. Logs that they replace half sums."""
-    data_types = config.get("data_types") or {}
-    wanted = data_types.get("grad_accum_dtype")
-    if wanted not in HALF:
-        return config
-    logger.info(
-        "data_types.grad_accum_dtype: %s replaced by fp32 sums, 4 bytes per parameter", wanted
-    )
-    return {**config, "data_types": {**data_types, "grad_accum_dtype": "fp32"}}
-
-
 def _precision(config: Mapping[str, Any]) -> Precision:
-    bf16_section = config.get("bf16") or config.get("bfloat16") or {}
-    fp16_section = config.get("fp16") or {}
-    is_bf16 = bool(bf16_section.get("enabled"))
-    is_fp16 = bool(fp16_section.get("enabled"))
-    if is_bf16 and is_fp16:
+    names: tuple[Precision, ...] = ("bf16", "fp16")
+    enabled = [name for name in names if (config.get(name) or {}).get("enabled")]
+    if len(enabled) > 1:
         raise ConfigError(
             "fp16.enabled and bf16.enabled are both true, and a model has one dtype. "
             'Set "fp16": {"enabled": false} (bf16 needs no loss scale), or the other way round.'
         )
-    precision: Precision = "fp32"
-    if is_bf16:
-        precision = "bf16"
-    elif is_fp16:
-        precision = "fp16"
+    precision = enabled[0] if enabled else "fp32"
     wanted = (config.get("data_types") or {}).get("param_dtype")
     if wanted is not None and wanted not in DTYPE_NAMES[precision]:
         raise ConfigError(
@@ -219,34 +197,14 @@ def _precision(config: Mapping[str, Any]) -> Precision:
     return precision
 
 
-def _check_states(section: StrongholdConfig, precision: Precision, bf16: Mapping[str, Any]) -> None:
-    """Refuse lean states of weights that are not bf16.
-
-    Logs the states that replace those of DeepSpeed's keys for bf16.
-    """
+def _check_states(section: StrongholdConfig, precision: Precision) -> None:
+    """Refuse lean states of weights that are not bf16."""
     if section.states == "lean" and precision != "bf16":
         raise ConfigError(
             f'{SECTION}.states: got "lean", and weights are {precision}: lean states are a layout '
             "of bf16 weights, whose masters are their upper 16 bits and 8 more. Set "
             f'"bf16": {{"enabled": true}}, or {SECTION}.states to "exact".'
         )
-    for key, replacements in BF16_STATES.items():
-        if bf16.get(key) is True:
-            logger.info(
-                'bf16.%s: replaced by %s (%s.states "%s")',
-                key,
-                replacements[section.states],
-                SECTION,
-                section.states,
-            )
-
-
-def _check_log_level(value: object) -> None:
-    from deepspeed.utils.logging import log_levels
-
-    if value is not None and not (isinstance(value, str) and value.lower() in log_levels):
-        words = ", ".join(f'"{word}"' for word in log_levels)
-        raise ConfigError(f"log_level: got {value!r}, expected one of {words}.")
 
 
 def _scheduler(section: Any) -> SchedulerSettings | None:
@@ -286,33 +244,25 @@ def _schedule_class(name: str) -> type:
     raise ConfigError(f'scheduler.type: unknown schedule "{name}".{hint}')
 
 
-def _batch_sizes(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
-    """Derive all of BATCH_KEYS from those in the config, by DeepSpeed's rules."""
-    sizes_given = [config.get(key) for key in BATCH_KEYS]
-    configured: list[Any] = [None if size is None else int(size) for size in sizes_given]
-    total, micro, steps = configured
-    if total is None and micro is None:
+def _set_batch_sizes(deepspeed: DeepSpeedConfig, config: Mapping[str, Any], ranks: int) -> None:
+    """Derive all of BATCH_KEYS from those in the config, by DeepSpeed's own rules."""
+    deepspeed.world_size = ranks
+    given = {key: config.get(key) for key in BATCH_KEYS}
+    if given["train_batch_size"] is None and given["train_micro_batch_size_per_gpu"] is None:
         raise ConfigError(
             'no batch size: add "train_micro_batch_size_per_gpu": 1 (or "train_batch_size").'
         )
-    if steps is None:
-        steps = total // (micro * ranks) if total and micro else 1
-    if micro is None:
-        micro = total // (steps * ranks)
-    if total is None:
-        total = micro * steps * ranks
-    if total != micro * steps * ranks or not micro or not steps:
-        pairs = zip(BATCH_KEYS, configured, strict=True)
-        sizes = ", ".join(f"{key} {size}" for key, size in pairs if size is not None)
-        _, configured_micro, configured_steps = configured
-        divisor = ranks * (configured_micro or 1) * (configured_steps or 1)
+    for key, size in given.items():
+        setattr(deepspeed, key, None if size is None else int(size))
+    try:
+        deepspeed._configure_train_batch_size()
+    except AssertionError as error:
+        named = ", ".join(f"{key} {size}" for key, size in given.items() if size is not None)
         raise ConfigError(
-            f"batch sizes do not multiply out: {sizes}, on {ranks} rank{'s' if ranks > 1 else ''}; "
+            f"batch sizes do not multiply out: {named}, on {ranks} rank{'s' * (ranks > 1)}; "
             "train_batch_size must be train_micro_batch_size_per_gpu x "
-            f"gradient_accumulation_steps x ranks, and {total} != {micro} x {steps} x {ranks}. Set "
-            f'"train_batch_size": {divisor * max(1, total // divisor)}, or change the others.'
-        )
-    return dict(zip(BATCH_KEYS, (total, micro, steps), strict=True))
+            f"gradient_accumulation_steps x ranks. {error}. Leave one of them out."
+        ) from error
 
 
 def _num_ranks() -> int:
@@ -325,14 +275,11 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None) -> DeepSpe
     """DeepSpeed's reading of the config, for `world_size` ranks."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-    ranks = _num_ranks() if world_size is None else world_size
-    batch = _batch_sizes(config, ranks)
-    # DeepSpeed asks torch.distributed for the ranks, which may not run yet. Without the total batch
-    # size its config does not depend on them.
-    without_total = {**config, **batch}
-    del without_total["train_batch_size"]
+    # DeepSpeed asks torch.distributed for the ranks, which may not run yet. Without batch sizes but
+    # this one its config does not depend on them.
+    without_sizes = {key: value for key, value in config.items() if key not in BATCH_KEYS}
     try:
-        deepspeed = DeepSpeedConfig(without_total)
+        deepspeed = DeepSpeedConfig({**without_sizes, "train_micro_batch_size_per_gpu": 1})
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
     except (DeepSpeedConfigError, ValueError, AssertionError, *_UNPACKING) as error:
@@ -340,6 +287,8 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None) -> DeepSpe
         if isinstance(error, DeepSpeedConfigError):  # programs catch this class
             refusal = type("ConfigError", (ConfigError, DeepSpeedConfigError), {})
         raise refusal(f"DeepSpeed refuses the config: {type(error).__name__}: {error}") from error
+    deepspeed.grad_accum_dtype = "fp32"  # whichever the config has
+    _set_batch_sizes(deepspeed, config, _num_ranks() if world_size is None else world_size)
     power = deepspeed.float16_config.initial_scale_power
     if power not in FP32_POWERS:
         raise ConfigError(
@@ -347,8 +296,6 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None) -> DeepSpe
             f"{FP32_POWERS[-1]}: the loss is multiplied by 2**{power}, which fp32 cannot hold. "
             "Remove it for DeepSpeed's 16."
         )
-    deepspeed.world_size = ranks
-    deepspeed.train_batch_size = batch["train_batch_size"]
     return deepspeed
 
 
@@ -370,21 +317,10 @@ def _explain(error: ValidationError) -> str:
         steps = [str(step) for step in (section, *detail["loc"])]
         key = ".".join(step for step in steps if step)
         if detail["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key.{_hint(error.title, str(detail['loc'][-1]))}")
+            lines.append(f"{key}: unknown key. Remove it: DeepSpeed does not know it.")
         else:
             lines.append(f"{key}: got {detail['input']!r}. {detail['msg']}.")
     return with_unknown_key_page("\n".join(lines))
-
-
-def _hint(title: str, key: str) -> str:
-    from deepspeed.runtime import precision_config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    precisions = (precision_config.DeepSpeedBF16Config, precision_config.DeepSpeedFP16Config)
-    model = {cls.__name__: cls for cls in (*precisions, DeepSpeedZeroConfig)}.get(title)
-    fields = {} if model is None else model.model_fields
-    known = [field.alias or name for name, field in fields.items()]
-    return did_you_mean(key, known) or " Remove it: DeepSpeed does not know it."
 
 
 # -- the optimizer --------------------------------------------------------------------------------

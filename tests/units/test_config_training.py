@@ -91,8 +91,8 @@ def test_a_batch_size_may_be_a_whole_float() -> None:
 def test_a_batch_mismatch_gives_the_numbers_and_the_edit() -> None:
     sizes = {**BASE, "train_batch_size": 7, "gradient_accumulation_steps": 3}
     message = refusal(sizes)
-    assert "7 != 2 x 3 x 1" in message
-    assert 'Set "train_batch_size": 6' in message
+    assert message.startswith("batch sizes do not multiply out: train_batch_size 7, ")
+    assert "7 != 2 * 3 * 1" in message
     assert configs.load({**sizes, "train_batch_size": 6}).deepspeed.train_batch_size == 6
     assert "on 2 ranks" in refusal({"train_batch_size": 3}, world_size=2)
     assert "train_micro_batch_size_per_gpu" in refusal({})
@@ -145,13 +145,13 @@ def test_steps_per_print_may_be_never(value: Any, steps: int | None) -> None:
 
 
 def test_a_key_of_deepspeeds_sections_is_checked_with_its_dotted_name() -> None:
-    for section, wrong, right in [
-        ("fp16", "loss_scal", "loss_scale"),
-        ("bf16", "check_grad_overflo", "check_grad_overflow"),
-        ("zero_optimization", "overlap_com", "overlap_comm"),
+    for section, wrong in [
+        ("fp16", "loss_scal"),
+        ("bf16", "check_grad_overflo"),
+        ("zero_optimization", "overlap_com"),
     ]:
         message, _ = refusal({**BASE, section: {wrong: 1}}).splitlines()
-        assert message == f'{section}.{wrong}: unknown key. Did you mean "{right}"?'
+        assert message == f"{section}.{wrong}: unknown key. Remove it: DeepSpeed does not know it."
     assert refusal({**BASE, "fp16": {"loss_scale": "x"}}).startswith("fp16.loss_scale: got 'x'")
 
 
