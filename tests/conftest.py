@@ -5,8 +5,10 @@ The environment is set before torch and deepspeed are imported, because both rea
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import random
 import shutil
 import socket
 import sys
@@ -19,10 +21,16 @@ from typing import Any
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on: tests that run side by side must not meet on 29500."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A TCP port that nothing listens on: tests that run side by side must not meet on 29500.
+
+    Linux gives ports from 32768 on to connections, such as those of other tests' ranks. One of them
+    may have such a port by the time that it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 # Without these DeepSpeed looks for MPI; a rank of a launcher keeps its own.
