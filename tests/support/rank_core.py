@@ -34,7 +34,8 @@ TIMEOUT_S = 30.0
 def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
     """The ranks of this launch."""
     if not distributed.is_initialized():
-        distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        # Programs that import side by side on a busy machine meet seconds apart.
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=60.0))
     ranks = Ranks(device=None, timeout=timedelta(seconds=timeout_s))
     try:
         yield ranks
