@@ -1,8 +1,7 @@
 """Reading of a config from a file, a dict, base64, or the launcher's arguments.
 
-Owns reading alone, not meaning: the result is the user's text as a new dict. DeepSpeed's own parser
-reads (Hjson, with an error for duplicate keys), so that every file that DeepSpeed accepts is
-accepted. The errors are ours. The training thread enters, once per engine.
+Owns reading alone, not meaning: the result is the user's text as a new dict. What is no JSON is read
+as Hjson, as DeepSpeed does, which accepts comments. Duplicate keys are an error, as in DeepSpeed. The training thread enters, once per engine.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
                 # line.
                 raise error from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} is not JSON: {error}") from error
+        raise ConfigError(f"{name} cannot be read as JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ConfigError(f"{name}: got {type(parsed).__name__}, expected an object {{...}}.")
     return parsed

@@ -277,9 +277,10 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None) -> DeepSpe
 
     # DeepSpeed asks torch.distributed for the ranks, which may not run yet. Without batch sizes but
     # this one its config does not depend on them.
-    without_sizes = {key: value for key, value in config.items() if key not in BATCH_KEYS}
+    read = {key: value for key, value in config.items() if key not in BATCH_KEYS}
+    read["train_micro_batch_size_per_gpu"] = 1
     try:
-        deepspeed = DeepSpeedConfig({**without_sizes, "train_micro_batch_size_per_gpu": 1})
+        deepspeed = DeepSpeedConfig(read)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
     except (DeepSpeedConfigError, ValueError, AssertionError, *_UNPACKING) as error:
@@ -289,6 +290,7 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None) -> DeepSpe
         raise refusal(f"DeepSpeed refuses the config: {type(error).__name__}: {error}") from error
     deepspeed.grad_accum_dtype = "fp32"  # whichever the config has
     _set_batch_sizes(deepspeed, config, _num_ranks() if world_size is None else world_size)
+    read.update({key: getattr(deepspeed, key) for key in BATCH_KEYS})  # it keeps and prints this
     power = deepspeed.float16_config.initial_scale_power
     if power not in FP32_POWERS:
         raise ConfigError(

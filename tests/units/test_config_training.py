@@ -52,6 +52,7 @@ def test_batch_arithmetic_is_deepspeeds() -> None:
         ours = configs.load(config).deepspeed
         for key in configs.training.BATCH_KEYS:
             assert getattr(ours, key) == getattr(theirs, key), config
+            assert ours._param_dict[key] == getattr(theirs, key)  # what it prints
         agreed += 1
     assert 10 < agreed < len(GIVEN) ** 3
 
