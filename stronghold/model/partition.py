@@ -483,7 +483,7 @@ def _group(module: nn.Module, *, any_kind: bool) -> list[nn.Module]:
         stem = re.fullmatch(r"(.*?)\d+", name)
         # Numbered lists (a ResNet's layer1 to layer4) are containers. The blocks in them are the
         # finer choice.
-        if stem and not any_kind and _is_callable(child) and not _is_container(child):
+        if stem and _is_callable(child) and not _is_container(child):
             siblings.setdefault(stem[1], []).append(child)
     return [block for group in siblings.values() for block in _alike(group)]
 

@@ -164,6 +164,8 @@ def test_a_key_of_deepspeeds_sections_is_checked_with_its_dotted_name() -> None:
         ("optimizer", {"params": {"lr": 1.0}}),
         ("optimizer", {"type": "Adam", "params": []}),
         ("scheduler", "WarmupLR"),
+        ("scheduler", "auto"),
+        ("fp16", "auto"),
         ("scheduler", {"params": {}}),
         ("scheduler", {"type": "WarmupLR", "params": 3}),
         ("bf16", True),
