@@ -14,6 +14,7 @@ from stronghold.config.source import SECTION, warn_once
 from stronghold.errors import BOOLEAN, Expected, did_you_mean, is_number, value_problem
 from stronghold.optim import OPTIMIZERS
 
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 OFF = (None, False, "auto")
 FP32 = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's spellings
 BF16 = ("bf16", "bfloat16", "torch.bfloat16")
@@ -151,8 +152,8 @@ def _is_object(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def _is_word(value: object) -> bool:
-    return isinstance(value, str)
+def _is_log_level(value: object) -> bool:
+    return isinstance(value, str) and value.lower() in LOG_LEVELS
 
 
 def _is_step_count(value: object) -> bool:
@@ -172,7 +173,7 @@ VALUES: dict[str, Expected] = {
     "bf16.bf16_optimizer_states": BOOLEAN,
     "fp16.enabled": BOOLEAN,
     "scheduler.params": OBJECT,
-    "log_level": Expected(_is_word, 'a name such as "info"'),
+    "log_level": Expected(_is_log_level, f"one of {', '.join(LOG_LEVELS)}"),
 }
 
 

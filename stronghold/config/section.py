@@ -291,8 +291,8 @@ class StrongholdConfig(_Section):
     )
     layers: str | Annotated[list[str], Field(min_length=1)] | None = key(
         "Full name of the ModuleList that holds the repeated blocks, or a list of names for "
-        "several stacks. Left out: found by the model's class, then by its structure. A model "
-        "without repeated blocks stays whole on the GPU, with a warning."
+        "several stacks. Left out: found by the structure of the model. A model without repeated "
+        "blocks stays whole on the GPU, with a warning."
     )
     trace: Annotated[str, Field(min_length=1)] | None = key(
         "File for a Chrome/Perfetto trace, with a row per lane, written at the end. It has the "

@@ -1,8 +1,8 @@
 """Reading of a config from a file, a dict, base64, or the launcher's arguments.
 
-Owns reading alone, not meaning: the result is the user's text as a new dict. What is no JSON is
-read as Hjson, as DeepSpeed does, which accepts comments. Duplicate keys are an error, as in
-DeepSpeed. The training thread enters, once per engine.
+Owns reading alone, not meaning: the result is the user's text as a new dict. Text
+that is no JSON is read as Hjson, as in DeepSpeed: comments are accepted, and a comma at the end.
+Duplicate keys are an error. The training thread enters, once per engine.
 """
 
 from __future__ import annotations

@@ -259,9 +259,8 @@ def _set_batch_sizes(deepspeed: DeepSpeedConfig, config: Mapping[str, Any], rank
     except AssertionError as error:
         named = ", ".join(f"{key} {size}" for key, size in given.items() if size is not None)
         raise ConfigError(
-            f"batch sizes do not multiply out: {named}, on {ranks} rank{'s' * (ranks > 1)}; "
-            "train_batch_size must be train_micro_batch_size_per_gpu x "
-            f"gradient_accumulation_steps x ranks. {error}. Leave one of them out."
+            f"batch sizes do not multiply out: {named}, on {ranks} rank{'s' * (ranks > 1)}: "
+            f"{error}. Change one of them."
         ) from error
 
 

@@ -371,8 +371,7 @@ def find_blocks(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
     if layers is None:
         # Plain lists of layers (linear maps) count if they are most of the model.
         return _large_groups(model) or _most_of(model, _large_groups(model, any_kind=True))
-    blocks = _named_blocks(model, [layers] if isinstance(layers, str) else list(layers))
-    return list(dict.fromkeys(blocks))
+    return _named_blocks(model, [layers] if isinstance(layers, str) else list(layers))
 
 
 # --- by name --------------------------------------------------------------------------------------
@@ -383,7 +382,7 @@ def _named_blocks(model: nn.Module, paths: list[str]) -> list[nn.Module]:
         )
     # Aliases of shared modules count. The user may take any name by which code reaches a block.
     modules = dict(model.named_modules(remove_duplicate=False))
-    blocks: dict[nn.Module, str] = {}
+    blocks: dict[nn.Module, None] = {}
     for path in paths:
         ends = [name for name in modules if name.endswith(f".{path}")]  # in wrapped models
         names = [path] if path in modules else _outermost(ends)
@@ -392,23 +391,23 @@ def _named_blocks(model: nn.Module, paths: list[str]) -> list[nn.Module]:
         # A path that ends in a number names a block, even if it is a Sequential. Any other path
         # names a container.
         is_block = path.rpartition(".")[2].isdigit()
-        found = [
+        of_path = [
             block
             for name in names
             for block in _blocks_in(modules[name], open_sequential=not is_block)
         ]
-        if not found:
+        if not of_path:
             raise ConfigError(
                 f'{_KEY}: "{path}" holds no module with parameters and a forward of its own, so '
                 "there is nothing to stream; name the blocks, or the list that holds them."
             )
-        blocks.update(dict.fromkeys(found, path))
-    of_blocks = {module: name for name, module in model.named_modules() if module in blocks}
-    for block, name in of_blocks.items():
+        blocks.update(dict.fromkeys(of_path))
+    names_of = {module: name for name, module in model.named_modules() if module in blocks}
+    for block, name in names_of.items():
         for inner in block.modules():
-            if inner is not block and inner in of_blocks:
+            if inner is not block and inner in names_of:
                 raise ConfigError(
-                    f'{_KEY}: "{of_blocks[inner]}" lies inside "{name}"; a layer moves as a whole, '
+                    f'{_KEY}: "{names_of[inner]}" lies inside "{name}"; a layer moves as a whole, '
                     "so name only one of them."
                 )
     return [*blocks]
@@ -436,11 +435,11 @@ def _large_groups(model: nn.Module, *, any_kind: bool = False) -> list[nn.Module
     groups = list(_outermost_groups(model, any_kind=any_kind))
     sizes = [sum(map(_numel, group)) for group in groups]
     least = _MIN_SHARE_OF_LARGEST * max(sizes, default=0)
-    blocks: list[nn.Module] = []
+    blocks: dict[nn.Module, None] = {}  # two lists may hold the same ones
     for group, size in zip(groups, sizes, strict=True):
         if size >= min(least, _MIN_BLOCK_NUMEL * len(group)):
-            blocks += group
-    return blocks
+            blocks.update(dict.fromkeys(group))
+    return [*blocks]
 
 
 def _most_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -465,7 +464,7 @@ def _outermost_groups(module: nn.Module, *, any_kind: bool) -> Iterator[list[nn.
 def _group(module: nn.Module, *, any_kind: bool) -> list[nn.Module]:
     """Like blocks that `module` holds as a list or as numbered attributes (block0, block1).
 
-    any_kind  all members of a list, alike or not: linear maps, say
+    any_kind  the members of a list count, alike or not, and linear maps, too
     """
     if _is_container(module):
         blocks = _blocks_in(module, open_sequential=True)

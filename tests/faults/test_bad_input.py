@@ -251,7 +251,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"stronghold": {"device": "emulated", "resident_layers": 99}},
         (r"stronghold\.resident_layers: got 99", '"all"'),
     ),
-    "log level": ({"log_level": 1}, ("log_level: got 1", '"info"')),
+    "log level": ({"log_level": 1}, ("log_level: got 1", "info, warning")),
 }
 REFUSED = MODELS_REFUSED | {name: (None, *row, None) for name, row in CONFIGS.items()}
 if HAS_CUDA:

@@ -83,7 +83,7 @@ def nested() -> Any:
 
 @toy
 def one_block() -> Any:
-    """A decoder of one block: of no known family, so that nothing says it is one."""
+    """A decoder of one block, which nothing repeats."""
     return Decoder([Block()]), token_batch
 
 

@@ -177,6 +177,7 @@ def test_a_key_of_deepspeeds_sections_is_checked_with_its_dotted_name() -> None:
         ("checkpoint", True),
         ("data_types", True),
         ("steps_per_print", "often"),
+        ("log_level", "loud"),
         ("torch_autocast", True),
         ("communication_data_type", 3),
     ],

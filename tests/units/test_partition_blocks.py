@@ -197,6 +197,14 @@ def test_small_lists_beside_the_stack_stay_resident() -> None:
     assert streamed(found) == ["blocks.0", "blocks.1"]
 
 
+def test_blocks_that_two_lists_hold_are_streamed_once() -> None:
+    blocks = pair()
+    model = Holder(
+        encoder=Holder(layers=nn.ModuleList(blocks)), decoder=Holder(layers=nn.ModuleList(blocks))
+    )
+    assert streamed(partition(model)) == numbered("encoder.layers", 2)
+
+
 def test_large_blocks_are_streamed_however_small_their_share() -> None:
     with torch.device("meta"):
         tower = nn.ModuleList(Block(2**8, 2**10) for _ in range(2))

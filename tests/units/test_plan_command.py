@@ -292,7 +292,7 @@ def test_a_directory_and_its_config_file_are_the_same_model(llama: Path) -> None
 
 @pytest.fixture(scope="module")
 def without_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of one block, of no known family."""
+    """A model of one block."""
     folder = tmp_path_factory.mktemp("helium")
     shape = HeliumConfig(
         num_hidden_layers=1,
