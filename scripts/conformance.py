@@ -440,8 +440,9 @@ def with_section(initialize: Any, *given: Any, **named: Any) -> Any:
     args, older = call.get("args"), call.pop("config_params", None)
     settings = read_config(call.pop("config", older), args)
     settings.setdefault("stronghold", {"device": "emulated", **blocks_of(call.get("model"))})
-    if getattr(args, "deepspeed_config", None) is not None:
-        args.deepspeed_config = None
+    for name in ("deepspeed_config", "deepscale_config"):
+        if getattr(args, name, None) is not None:
+            setattr(args, name, None)
     return stronghold.initialize(**call, config=settings)
 
 

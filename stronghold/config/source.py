@@ -30,12 +30,13 @@ logger = logging.getLogger("stronghold")
 def read_config(source: Source, args: object | None = None) -> dict[str, Any]:
     """Read the config that `deepspeed.initialize(args, config=source)` would use, as a new dict.
 
-    source  a path, a mapping, or base64 of JSON text. None: `args.deepspeed_config`
+    source  a path, a mapping, or base64 of JSON text. None: `args.deepspeed_config`, or
+            its older name `args.deepscale_config`
     args    the launcher's arguments
 
     Raises ConfigError if both or none are given, or if the config cannot be read.
     """
-    from_args = getattr(args, "deepspeed_config", None)
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if from_args is not None and source is not None:
         raise ConfigError(
             f"two configs: args.deepspeed_config is {from_args!r} and initialize was called with "

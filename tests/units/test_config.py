@@ -41,9 +41,11 @@ def test_every_source_gives_the_same_config(tmp_path: Path) -> None:
     path = write(tmp_path, json.dumps(config))
     encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
     args = argparse.Namespace(deepspeed_config=str(path))
+    older = argparse.Namespace(deepspeed_config=None, deepscale_config=str(path))
     for given in (config, path, str(path), encoded):
         assert configs.read_config(given) == config
     assert configs.read_config(None, args) == config
+    assert configs.read_config(None, older) == config
 
 
 def test_the_callers_dict_is_never_changed_nor_shared() -> None:
