@@ -308,7 +308,6 @@ def rates_of(
     *,
     sharing: int = 1,
     num_nodes: int = 1,
-    wire_gbps: float | None = None,
     network_gbps: float | None = None,
     states: str = "exact",
 ) -> Rates:
@@ -317,11 +316,10 @@ def rates_of(
     cpu_threads   threads of the rank for the CPU's Adam
     sharing       ranks of a node. Each has a link; together they divide the bandwidth of host
                   memory and disks
-    wire_gbps     rate at which a rank receives from its node; None: that of its link
     network_gbps  rate at which a rank receives from other nodes; None: NETWORK_GBPS
     """
     share = machine.share(sharing)
-    wire = wire_gbps or machine.fetch_gbps
+    wire = machine.fetch_gbps  # of a rank from its node: assumed to be that of its link
     network = network_gbps or NETWORK_GBPS
     read = share.nvme_read_gbps or 1.0 / sharing
     write = share.nvme_write_gbps or 1.0 / sharing

@@ -27,6 +27,11 @@ REMOVED = {
     ("prepare",): '"frozen": "nf4" in the section packs the weights at each start.',
     ("plan", "--base-on"): "--nvme SIZE says what files may hold, frozen weights as well.",
     ("plan", "-o"): "--sweep prints its table; with --json a plot can read its figures.",
+    ("plan", "--wire"): "In a node ranks send as fast as their GPU's link.",
+    ("plan", "--nvme-path"): 'The config names the directory: "nvme": {"path": DIR}.',
+    ("plan", "--streams"): 'It changed no figure but bytes; "streams" in the section stays.',
+    ("plan", "--no-overflow-check"): 'Write "bf16": {"check_grad_overflow": false} in the config.',
+    ("plan", "--early"): 'With --clipping 0 the plan has them; else try "early_layers" in a run.',
     ("import",): "The weights of DeepSpeed's checkpoints: DeepSpeed's zero_to_fp32.py writes them "
     "in fp32; load them into the model before initialize. Moments begin anew.",
     ("doctor", "--quick"): "It takes some seconds: delete it.",
@@ -192,11 +197,11 @@ def _add_plan(commands: Any) -> None:
     machine.add_argument("--gpu", metavar="SIZE", help="GPU memory, such as 24GiB")
     machine.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks on each node")
     machine.add_argument("--nodes", type=int, default=1, metavar="N", help="of such GPUs and hosts")
-    machine.add_argument("--wire", type=float, metavar="GBPS", help="1e9 bytes/s in a node")
-    machine.add_argument("--network", type=float, metavar="GBPS", help="and between nodes, per GPU")
+    machine.add_argument(
+        "--network", type=float, metavar="GBPS", help="1e9 bytes/s between nodes, per GPU"
+    )
     machine.add_argument("--host", metavar="SIZE", help="host memory")
     machine.add_argument("--nvme", metavar="SIZE", help="files on NVMe (default: none)")
-    machine.add_argument("--nvme-path", type=Path, metavar="DIR", help="where they lie")
     training = plan.add_argument_group("training")
     training.add_argument(
         "--batch",
@@ -209,13 +214,6 @@ def _add_plan(commands: Any) -> None:
     training.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches")
     training.add_argument(
         "--chunk", type=int, metavar="N", help="sequences that go through a block together"
-    )
-    training.add_argument(
-        "--streams",
-        type=int,
-        default=1,
-        metavar="K",
-        help="of the GPU, on which chunks take turns: counted in memory, not in seconds",
     )
     training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
     training.add_argument(
@@ -232,25 +230,13 @@ def _add_plan(commands: Any) -> None:
         "12; rounds otherwise",
     )
     training.add_argument("--clipping", type=float, default=1.0, metavar="NORM", help="0: none")
-    training.add_argument(
-        "--no-overflow-check",
-        action="store_true",
-        help="bf16: apply a step whose gradients are NaN or infinite (check_grad_overflow: false)",
-    )
-    training.add_argument(
-        "--early",
-        type=int,
-        metavar="N",
-        help="layers that are updated before the norm is known (default: none with clipping, else "
-        "as many as pay)",
-    )
     output = plan.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print the figures as JSON")
     several = output.add_mutually_exclusive_group()
     several.add_argument("--write", type=Path, metavar="FILE", help="write the config there")
     several.add_argument(
         "--sweep",
-        choices=["batch", "chunk", "seq", "layers"],
+        choices=["batch", "chunk", "seq"],
         help="one line for each of several values, each twice the one before it",
     )
     plan.set_defaults(

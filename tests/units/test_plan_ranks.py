@@ -28,24 +28,24 @@ def predict(
     num_ranks: int,
     *,
     num_nodes: int = 1,
-    wire_gbps: float | None = None,
+    reduce_gbps: float | None = None,
     network_gbps: float | None = None,
     window: int = 4,
     **more: Any,
 ) -> StepEstimate:
     sharing = num_ranks // num_nodes
+    rates = rates_of(
+        MACHINE,
+        MACHINE.num_cores // sharing,
+        sharing=sharing,
+        num_nodes=num_nodes,
+        network_gbps=network_gbps,
+    )
     return estimate(
         LAYOUT,
         plan_of(num_ranks, window, num_nodes, **more),
         workload_of(SUBJECT.costs_of(8, 1024, "bf16"), MACHINE),
-        rates_of(
-            MACHINE,
-            MACHINE.num_cores // sharing,
-            sharing=sharing,
-            num_nodes=num_nodes,
-            wire_gbps=wire_gbps,
-            network_gbps=network_gbps,
-        ),
+        replace(rates, reduce_gbps=reduce_gbps or rates.reduce_gbps),
     )
 
 
@@ -109,7 +109,7 @@ def test_ranks_of_one_node_divide_its_disks(spill: str) -> None:
     all_owned = most_owned(1)
     for num_ranks in (2, 8):
         plan = plan_of(num_ranks, spill=spill)
-        prediction = predict(num_ranks, wire_gbps=200.0, spill=spill)
+        prediction = predict(num_ranks, reduce_gbps=200.0, spill=spill)
         share = most_owned(num_ranks) / all_owned
         assert plan.nvme_total_bytes == pytest.approx(files * share, rel=1e-3)
         read, written = plan.traffic.nvme_read_bytes, plan.traffic.nvme_written_bytes
@@ -137,11 +137,11 @@ def test_several_ranks_keep_their_weights_in_memory() -> None:
 
 def test_a_slow_wire_sets_the_step() -> None:
     """All gradients cross it once."""
-    wire_gbps, num_ranks = 0.5, 4
-    prediction = predict(num_ranks, wire_gbps=wire_gbps, window=2)
+    reduce_gbps, num_ranks = 0.5, 4
+    prediction = predict(num_ranks, reduce_gbps=reduce_gbps, window=2)
     nbytes = 2 * sum(layer.num_trained for layer in LAYOUT.layers)
     assert prediction.bound == "reduce"
-    assert prediction.step_s >= 0.9 * nbytes / (wire_gbps * 1e9)
+    assert prediction.step_s >= 0.9 * nbytes / (reduce_gbps * 1e9)
 
 
 def test_the_exchange_takes_the_networks_time() -> None:
@@ -160,7 +160,7 @@ def test_the_command_plans_several_ranks(capsys: pytest.CaptureFixture[str]) -> 
     """Each rank's share of the host's memory, and the samples of all."""
     command = "plan --layers 4 --hidden 1024 --heads 16 --vocab 32000 --machine rtx4090 --seq 1024"
     for options, samples, share in (
-        ("--gpus 4 --wire 20", "x 4 ranks = 4,096 tokens", "of 4.00 GiB"),
+        ("--gpus 4", "x 4 ranks = 4,096 tokens", "of 4.00 GiB"),
         ("--gpus 2 --nodes 2 --network 5", "x 2 ranks x 2 nodes = 4,096 tokens", "of 8.00 GiB"),
     ):
         assert main([*command.split(), "--host", "16GiB", *options.split()]) in (None, 0)

@@ -41,10 +41,9 @@ def _wires(question: Question) -> str:
     where = f"on {question.nodes} nodes" if question.nodes > 1 else "on one node"
     received = []
     if question.gpus > 1:
-        wire = question.wire_gbps or question.machine.fetch_gbps
-        assumed = "" if question.wire_gbps else ", assumed: as over its link"
         others = "its node" if question.nodes > 1 else "the others"
-        received.append(f"{wire:g} GB/s from {others} (--wire{assumed})")
+        link = question.machine.fetch_gbps
+        received.append(f"{link:g} GB/s from {others} (assumed: as over its link)")
     if question.nodes > 1:
         network = question.network_gbps or NETWORK_GBPS
         assumed = "" if question.network_gbps else ", assumed"

@@ -15,7 +15,7 @@ from stronghold.tools.estimate.page import config_text, page, table
 from stronghold.tools.estimate.question import Question, question_from_options
 
 # The first value of a sweep; each further one is twice the one before it.
-FIRST = {"batch": 1, "chunk": 1, "seq": 512, "layers": 4}
+FIRST = {"batch": 1, "chunk": 1, "seq": 512}
 MOST_POINTS = 9  # of a sweep
 
 
@@ -42,13 +42,11 @@ def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:
 
 
 def _sweep(question: Question, axis: str) -> Iterator[tuple[int, Estimate]]:
-    """Estimates along "batch", "chunk", "seq" or "layers", up to the first that does not fit."""
+    """Estimates along "batch", "chunk" or "seq", up to the first that does not fit."""
     model = question.model
     for doublings in range(MOST_POINTS):
         value = FIRST[axis] << doublings
-        if axis == "layers":
-            asked = replace(question, model=model.with_layers(value))
-        elif axis == "chunk":
+        if axis == "chunk":
             if value > question.batch:
                 return
             asked = replace(question, chunk=value)

@@ -36,11 +36,10 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     section["activations"] = dict(counts) if len(counts) > 1 else next(iter(counts), "keep")
     if plan.demand.chunk is not None:
         section["chunk"] = question.chunk
-        if question.streams > 1:
-            section["streams"] = question.streams
     section["early_layers"] = len(plan.early)
     if question.nvme_bytes and plan.nvme_bytes:
-        section["nvme"] = {"path": question.nvme_path, "capacity": question.nvme_bytes}
+        path = question.machine.nvme_path or "/path/to/nvme"
+        section["nvme"] = {"path": path, "capacity": question.nvme_bytes}
     config: dict[str, Any] = {
         "_plan": f"stronghold plan: {question.model.name}; {question.machine.name}; "
         f"{question.seq} tokens per sequence",
@@ -49,7 +48,6 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
         "gradient_clipping": question.clipping,
     }
     if question.dtype != "fp32":
-        checked = {} if question.overflow_check else {"check_grad_overflow": False}
-        config[question.dtype] = {"enabled": True, **checked}
+        config[question.dtype] = {"enabled": True}
     config["optimizer"] = dict(examples()[question.optimizer])
     return config | {"stronghold": section}

@@ -37,7 +37,7 @@ RESOURCES = {
     "exchange": "network between nodes",
 }
 # Fields of a question in the JSON.
-ASKED = ("dtype", "states", "batch", "seq", "accumulation", "chunk", "streams", "clipping")
+ASKED = ("dtype", "states", "batch", "seq", "accumulation", "chunk", "clipping")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

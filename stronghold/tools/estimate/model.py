@@ -124,15 +124,6 @@ class MetaModel:
                 self._costs[key] = trace_costs(module, layers, batch=batch, seq=seq, dtype=dtype)
         return self._costs[key]
 
-    def with_layers(self, count: int) -> MetaModel:
-        """Change the number of blocks. A pattern of kinds of blocks goes on."""
-        changed = copy.deepcopy(self._config)
-        changed.num_hidden_layers = count
-        kinds = getattr(self._config, "layer_types", None)
-        if kinds:
-            changed.layer_types = [kinds[index % len(kinds)] for index in range(count)]
-        return MetaModel(changed, self._source, self.adapters)
-
     def with_positions(self, longest: int) -> MetaModel:
         """Make room for `longest` tokens. A model that was read keeps its table of positions."""
         if self._source is not None:

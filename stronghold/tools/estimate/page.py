@@ -56,8 +56,7 @@ def _head(estimate: Estimate) -> list[str]:
     asked = estimate.question
     steps = f" x {asked.accumulation} micro-batches" if asked.accumulation > 1 else ""
     if asked.chunk is not None:
-        turns = f" on {asked.streams} streams" if asked.streams > 1 else ""
-        steps = f" in chunks of {asked.chunk}{turns}{steps}"
+        steps = f" in chunks of {asked.chunk}{steps}"
     ranks = f" x {asked.gpus} ranks" if asked.gpus > 1 else ""
     ranks += f" x {asked.nodes} nodes" if asked.nodes > 1 else ""
     clipping = f"clipped at {asked.clipping:g}" if asked.clipping else "no clipping"

@@ -43,23 +43,17 @@ class Question:
     accumulation: int
     dtype: str
     clipping: float
-    overflow_check: bool
-    early_layers: int | None
     gpu_bytes: int
     host_bytes: int
     states: StateKind = EXACT
     optimizer: str = next(iter(examples()))
     nvme_bytes: int = 0
-    nvme_path: str = ""
     window: int | None = None
     resident_layers: int | None = None
     chunk: int | None = None  # sequences that go through a block together; None: all
-    streams: int = 1  # on which chunks take turns
     gpus: int = 1  # of each node, each a rank; `gpu_bytes` and `batch` are of each
     nodes: int = 1  # `host_bytes` are of each
-    # what a rank receives from its node; None: as over its link
-    wire_gbps: float | None = None
-    network_gbps: float | None = None  # and from other nodes; None: NETWORK_GBPS
+    network_gbps: float | None = None  # of a rank from other nodes; None: NETWORK_GBPS
 
     @property
     def ranks(self) -> int:
@@ -90,7 +84,6 @@ class Question:
             self.cpu_threads,
             sharing=self.gpus,
             num_nodes=self.nodes,
-            wire_gbps=self.wire_gbps,
             network_gbps=self.network_gbps,
             states=self.states,
         )
@@ -112,16 +105,11 @@ class Question:
         return settings.optimizer
 
     @property
-    def early_updates(self) -> int | None:
-        """Layers that are updated early. None leaves it to the rules, and only where no step is
-        clipped: a clipped step makes these updates twice."""
-        return 0 if self.early_layers is None and self.clipping else self.early_layers
-
-    @property
     def demand(self) -> Demand:
         return Demand(
             states=self.arrays,
-            early_layers=self.early_updates,
+            # a clipped step makes early updates twice; else the rules choose
+            early_layers=0 if self.clipping else None,
             accumulate=self.accumulation > 1,
             gpu_budget_bytes=self.gpu_bytes,
             host_budget_bytes=self.host_bytes // self.gpus,
@@ -138,7 +126,6 @@ class Question:
             nvme_capacity_bytes=self.nvme_bytes // self.gpus or None,
             micro_batches=self.accumulation,
             chunk=self.chunk,
-            streams=self.streams,
             chunks=1 if self.chunk is None else -(-self.batch // self.chunk),
         )
 
@@ -157,21 +144,16 @@ def question_from_options(
     gpu: str | None = None,
     host: str | None = None,
     nvme: str | None = None,
-    nvme_path: Path | None = None,
     batch: int | None = 1,
     seq: int | None = None,
     accumulation: int = 1,
     chunk: int | None = None,
-    streams: int = 1,
     precision: str = "bf16",
     states: StateKind = EXACT,
     optimizer: str = next(iter(examples())),
     clipping: float = CLIPPING,
-    no_overflow_check: bool = False,
-    early: int | None = None,
     gpus: int = 1,
     nodes: int = 1,
-    wire: float | None = None,
     network: float | None = None,
 ) -> Question:
     """The question of the command's options. An option that was left out is None.
@@ -185,7 +167,6 @@ def question_from_options(
         ("--seq", seq),
         ("--accumulation", accumulation),
         ("--chunk", chunk),
-        ("--streams", streams),
         ("--gpus", gpus),
         ("--nodes", nodes),
     ):
@@ -198,29 +179,15 @@ def question_from_options(
             f"--states: got lean with --precision {precision}, expected bf16: lean states are a "
             "layout of bf16 weights"
         )
-    if no_overflow_check and precision != "bf16":
-        raise ConfigError(
-            f"--no-overflow-check: got it with --precision {precision}, expected bf16: "
-            + ("fp16 scales the loss by it" if precision == "fp16" else "fp32 always has the check")
-        )
-    if early is not None and early < 0:
-        raise ConfigError(f"--early: got {early}, expected a number of layers, or 0 for none")
     if optimizer.lower() not in examples():
         known = ", ".join(example["type"] for example in examples().values())
         hint = did_you_mean(optimizer.lower(), examples())
         raise ConfigError(f"--optimizer: got {optimizer!r}, expected one of {known}.{hint}")
-    for option, rate in (("--wire", wire), ("--network", network)):
-        if rate is not None and not 0.0 < rate < float("inf"):
-            raise ConfigError(f"{option}: got {rate}, expected 1e9 bytes per second, above 0")
-    # An option that has no effect without another is refused.
-    for option, value, others, has_others in (
-        ("--nvme-path", nvme_path, "--nvme SIZE", nvme is not None),
-        ("--streams", streams if streams > 1 else None, "--chunk N", chunk is not None),
-        ("--wire", wire, "--gpus N or --nodes M above 1", gpus * nodes > 1),
-        ("--network", network, "--nodes M above 1", nodes > 1),
-    ):
-        if value is not None and not has_others:
-            raise ConfigError(f"{option}: got {value}, expected it with {others} alone")
+    if network is not None and not (nodes > 1 and 0.0 < network < float("inf")):
+        raise ConfigError(
+            f"--network: got {network}, expected 1e9 bytes per second, above 0, and with --nodes M "
+            "above 1 alone"
+        )
     profile = _machine(machine)
     gpu_bytes = _bytes("--gpu", gpu, profile.gpu_memory_bytes)
     host_bytes = _bytes("--host", host, profile.host_memory_bytes)
@@ -236,7 +203,6 @@ def question_from_options(
             f"--nvme: the profile of {profile.name} has no disk; measure one with "
             "`stronghold doctor --path DIR`, or name another --machine"
         )
-    folder = str(nvme_path or profile.nvme_path or "/path/to/nvme")
     return Question(
         model=asked,
         machine=profile,
@@ -244,21 +210,15 @@ def question_from_options(
         seq=seq or min(SEQ, asked.positions or SEQ),
         accumulation=accumulation,
         chunk=chunk,
-        streams=streams,
         dtype=precision,
         states=states,
         optimizer=optimizer.lower(),
         clipping=clipping,
-        # 16-bit gradients are checked before any is used: DeepSpeed's default.
-        overflow_check=not no_overflow_check,
-        early_layers=early,
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
-        nvme_path=folder if nvme_bytes else "",
         gpus=gpus,
         nodes=nodes,
-        wire_gbps=wire,
         network_gbps=network,
     )
 
