@@ -19,7 +19,7 @@ from stronghold.errors import (
 )
 
 if TYPE_CHECKING:
-    from stronghold.devices.base import OutOfMemoryError
+    from stronghold.devices.device import OutOfMemoryError
     from stronghold.engine import StrongholdEngine
     from stronghold.engine.dispatch import initialize
     from stronghold.model.loading import MappedConfig, NF4Config
@@ -48,7 +48,7 @@ _MODULE_OF_NAME = {
     "CPUAdam": "stronghold.optim.cpu_adam",
     "MappedConfig": "stronghold.model.loading",
     "NF4Config": "stronghold.model.loading",
-    "OutOfMemoryError": "stronghold.devices.base",
+    "OutOfMemoryError": "stronghold.devices.device",
     "StrongholdEngine": "stronghold.engine",
     "initialize": "stronghold.engine.dispatch",
 }

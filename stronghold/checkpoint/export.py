@@ -28,7 +28,7 @@ from stronghold.checkpoint.format import (
 )
 from stronghold.checkpoint.tag import Tag, pieces
 from stronghold.checkpoint.tensor_files import NUM_THREADS, TensorHeader, bytes_of, write_tensors
-from stronghold.devices.workers import Workers
+from stronghold.devices.threads import Workers
 from stronghold.errors import CheckpointError, ConfigError
 
 Export = tuple[TensorHeader, Callable[[], Iterable[Tensor]]]

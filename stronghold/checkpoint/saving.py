@@ -41,9 +41,8 @@ from stronghold.checkpoint.tensor_files import (
     small_record,
     write_tensors,
 )
-from stronghold.devices.base import Fence, surfacing
-from stronghold.devices.lane_name import LaneName
-from stronghold.devices.workers import Workers
+from stronghold.devices.fences import Fence, LaneName, surfacing
+from stronghold.devices.threads import Workers
 from stronghold.errors import ConfigError, LaneError
 from stronghold.model.costs import DTYPES
 from stronghold.model.partition import Partition

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from stronghold.checkpoint.files import HeldFile
-from stronghold.devices.base import Device
-from stronghold.devices.random_numbers import random_state, set_random_state
+from stronghold.devices.device import Device, random_state, set_random_state
 from stronghold.errors import CheckpointError
 
 logger = logging.getLogger("stronghold")

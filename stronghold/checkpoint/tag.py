@@ -30,7 +30,7 @@ from stronghold.checkpoint.format import (
     tensor_name,
 )
 from stronghold.checkpoint.tensor_files import NUM_THREADS, check_file
-from stronghold.devices.workers import Workers
+from stronghold.devices.threads import Workers
 from stronghold.errors import CheckpointError
 from stronghold.native import Closeable
 from stronghold.optim.states import items, join_master

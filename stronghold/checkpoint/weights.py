@@ -14,7 +14,7 @@ from torch import nn
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.files import raw_bytes
 from stronghold.checkpoint.tensor_files import NUM_THREADS, TensorHeader, bytes_of, write_tensors
-from stronghold.devices.workers import Workers
+from stronghold.devices.threads import Workers
 from stronghold.model.inner_tensors import is_wrapper
 from stronghold.train.job import Job
 

@@ -9,7 +9,7 @@ Overlaps:
 
 Each transfer lane has a host thread, because a GPU cannot wait for a host event. The thread waits
 for the host-side fences, enqueues the copy and records the event (see [Note: issued and done] in
-`base`). The submitting thread enqueues a copy that waits for no host event.
+`fences`). The submitting thread enqueues a copy that waits for no host event.
 
 [Note: side streams] Chunks of a layer take turns on side streams, so that kernels of several chunks
 run at once. One layer, in forward:
@@ -49,24 +49,22 @@ from typing import Any
 
 import torch
 
-from stronghold.devices.base import (
+from stronghold.devices.device import (
     ComputeLane,
     DelayedRead,
     Device,
-    DeviceEvent,
-    Fence,
     HostLane,
     Lane,
     Seconds,
+    SideStreams,
     ThreadLane,
     Work,
     bytes_moved,
 )
-from stronghold.devices.forks import forked_from
-from stronghold.devices.lane_name import STREAM_LANES, LaneName
+from stronghold.devices.fences import STREAM_LANES, DeviceEvent, Fence, LaneName
+from stronghold.devices.host_memory import GpuPinning
 from stronghold.devices.memory import DeviceMemory
-from stronghold.devices.pinned import GpuPinning
-from stronghold.devices.side_streams import SideStreams
+from stronghold.devices.threads import forked_from
 from stronghold.devices.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError, StateError
 from stronghold.telemetry.trace import Trace

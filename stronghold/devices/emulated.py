@@ -26,18 +26,16 @@ from collections.abc import Sequence
 import torch
 
 from stronghold import native
-from stronghold.devices.base import (
+from stronghold.devices.device import (
     ComputeLane,
     Device,
-    Fence,
     Lane,
     ThreadLane,
     Work,
     bytes_moved,
-    completed,
     timed,
 )
-from stronghold.devices.lane_name import LaneName
+from stronghold.devices.fences import Fence, LaneName, completed
 from stronghold.devices.memory import DeviceMemory
 from stronghold.errors import StateError
 from stronghold.telemetry.trace import Trace

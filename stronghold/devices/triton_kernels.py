@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from stronghold import native
-from stronghold.devices.base import Device
+from stronghold.devices.device import Device
 from stronghold.errors import ConfigError
 from stronghold.native import Kernels, Segments
 

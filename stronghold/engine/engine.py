@@ -32,8 +32,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 from stronghold.config import Settings
-from stronghold.devices.base import off_lanes
-from stronghold.devices.forks import forked_from
+from stronghold.devices.threads import forked_from, off_lanes
 from stronghold.engine import live_engines
 from stronghold.engine.backward import UserBackward
 from stronghold.engine.checkpoints import Checkpoints

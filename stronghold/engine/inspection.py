@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stronghold.devices.base import Device, Fence
+from stronghold.devices.device import Device
+from stronghold.devices.fences import Fence
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.optim.states import States, items, join_master
 from stronghold.plan.cost import Demand

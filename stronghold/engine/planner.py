@@ -45,8 +45,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stronghold.devices.base import OutOfMemoryError
-from stronghold.devices.random_numbers import random_state, set_random_state
+from stronghold.devices.device import OutOfMemoryError, random_state, set_random_state
 from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.model.costs import count_costs
 from stronghold.plan.cost import Demand, LayerWork, Workload, spared, workload_of

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from stronghold.devices.base import Device, Fence, Record
-from stronghold.devices.lane_name import LaneName
+from stronghold.devices.device import Device
+from stronghold.devices.fences import Fence, LaneName, Record
 from stronghold.errors import ConfigError
 from stronghold.optim.states import PAGE_BYTES, items, num_items, page_numel
 from stronghold.plan.memory import Staging

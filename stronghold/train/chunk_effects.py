@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from stronghold.devices.random_numbers import random_state, set_random_state
+from stronghold.devices.device import random_state, set_random_state
 from stronghold.errors import ConfigError
 from stronghold.train.chunk_hooks import Records
 from stronghold.train.chunk_values import KEY, Call, join, split, tensors_of

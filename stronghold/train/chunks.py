@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
-from stronghold.devices.base import Device
+from stronghold.devices.device import Device
 from stronghold.errors import ConfigError
 from stronghold.private import (
     NO_BACKWARD,

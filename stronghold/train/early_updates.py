@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stronghold import native
-from stronghold.devices.base import Device, Fence
+from stronghold.devices.device import Device
+from stronghold.devices.fences import Fence
 from stronghold.telemetry.metrics import EarlyOutcome, Metrics
 from stronghold.train.arrays import Arrays, Memory, Piece
 from stronghold.train.gradients import Gradients

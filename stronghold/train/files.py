@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from stronghold.devices.workers import Workers
+from stronghold.devices.threads import Workers
 from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
 from stronghold.optim.states import PAGE_BYTES
 from stronghold.train.slabs import MappedPart, map_files

@@ -24,8 +24,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from stronghold.devices.base import Device, Fence, Record
-from stronghold.devices.compute_span import ComputeSpan
+from stronghold.devices.device import ComputeSpan, Device
+from stronghold.devices.fences import Fence, Record
 from stronghold.native import Kernels
 from stronghold.plan.memory import SUM_BUFFERS
 from stronghold.telemetry.metrics import Metrics, WaitCause

@@ -47,8 +47,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from stronghold.devices.base import Device
-from stronghold.devices.compute_span import ComputeSpan
+from stronghold.devices.device import ComputeSpan, Device
 from stronghold.errors import ConfigError
 from stronghold.plan.cost import AGAIN, AWAY
 from stronghold.private import (

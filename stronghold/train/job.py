@@ -22,11 +22,11 @@ from torch import nn
 from stronghold import native
 from stronghold.config import Settings, StrongholdConfig
 from stronghold.devices import cuda
-from stronghold.devices.base import Device
 from stronghold.devices.cuda import CudaDevice
+from stronghold.devices.device import Device
 from stronghold.devices.emulated import EmulatedDevice
-from stronghold.devices.forks import check_not_forked, forked_from
-from stronghold.devices.lane_name import LaneName
+from stronghold.devices.fences import LaneName
+from stronghold.devices.threads import check_not_forked, forked_from
 from stronghold.errors import ConfigError, LaneError, format_size
 from stronghold.model.costs import DTYPES
 from stronghold.model.inner_tensors import HeldTensors

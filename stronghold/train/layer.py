@@ -17,7 +17,8 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor
 
-from stronghold.devices.base import Device, Record
+from stronghold.devices.device import Device
+from stronghold.devices.fences import Record
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.model.partition import Layer as PartitionLayer
 from stronghold.model.partition import NamedParameter, Partition

@@ -31,8 +31,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stronghold.devices.base import Device, Fence, completed
-from stronghold.devices.lane_name import LaneName
+from stronghold.devices.device import Device
+from stronghold.devices.fences import Fence, LaneName, completed
 from stronghold.errors import LaneError
 from stronghold.telemetry.metrics import Metrics, WaitCause
 from stronghold.train.layer import Layer

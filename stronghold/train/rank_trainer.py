@@ -38,8 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stronghold.devices.base import Record
-from stronghold.devices.lane_name import LaneName
+from stronghold.devices.fences import LaneName, Record
 from stronghold.errors import ConfigError, RankError
 from stronghold.train.arrays import Arrays, Memory
 from stronghold.train.early_updates import EarlyUpdates

@@ -42,8 +42,7 @@ from torch.distributed import distributed_c10d
 
 from stronghold import native
 from stronghold.devices import cuda
-from stronghold.devices.base import Fence
-from stronghold.devices.lane_name import LaneName
+from stronghold.devices.fences import Fence, LaneName
 from stronghold.errors import ConfigError, RankError
 from stronghold.optim.states import PAGE_BYTES
 from stronghold.plan.cost import owners

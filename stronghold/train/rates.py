@@ -26,8 +26,9 @@ import torch.nn.functional as F
 
 from stronghold import native
 from stronghold.devices import cuda
-from stronghold.devices.base import Device, Fence, Lane
 from stronghold.devices.cuda import CudaDevice
+from stronghold.devices.device import Device, Lane
+from stronghold.devices.fences import Fence
 from stronghold.limits import HostLimits, host_limits
 from stronghold.model.costs import DTYPES
 from stronghold.optim.states import num_items

@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 
-from stronghold.devices.base import Device
+from stronghold.devices.device import Device
 from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
 from stronghold.limits import available_host_bytes
 from stronghold.train.processes import Neighbours

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold import native
-from stronghold.devices.base import Device
-from stronghold.devices.compute_span import ComputeSpan
+from stronghold.devices.device import ComputeSpan, Device
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.model.partition import Partition

@@ -19,8 +19,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from stronghold.devices.forks import check_not_forked
-from stronghold.devices.lane_name import THREAD_PREFIX
+from stronghold.devices.threads import THREAD_PREFIX, check_not_forked
 from stronghold.errors import ConfigError
 from stronghold.private import NO_BACKWARD, backward_number
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from stronghold import native
-from stronghold.devices.base import Device
+from stronghold.devices.device import Device
 from stronghold.native.segments import ROW
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import States, items

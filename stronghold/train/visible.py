@@ -49,7 +49,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from stronghold.devices.lane_name import LaneName
+from stronghold.devices.fences import LaneName
 from stronghold.private import Replacements, without_torch_function
 from stronghold.train.layer import Layer
 from stronghold.train.quantised import replace_quantised

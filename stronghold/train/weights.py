@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stronghold.devices.base import Device, Fence, timed
+from stronghold.devices.device import Device, timed
+from stronghold.devices.fences import Fence
 from stronghold.private import without_torch_function
 from stronghold.telemetry.metrics import Metrics, WaitCause
 from stronghold.train.aliases import num_elsewhere, refuse_aliases

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 import stronghold
-from stronghold.devices import base
+from stronghold.devices import device
 from stronghold.devices.memory import DeviceMemory
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.train import arrays
@@ -45,7 +45,7 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(owner, name, counted)
 
     count(arrays, "map_slab")
-    count(base.Lane, "__init__")
+    count(device.Lane, "__init__")
     count(DeviceMemory, "allocate")
     return made
 

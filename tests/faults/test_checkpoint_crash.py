@@ -25,7 +25,7 @@ from stronghold.checkpoint import directory
 from stronghold.checkpoint.files import write_durably
 from stronghold.checkpoint.tensor_files import TensorHeader, write_tensors
 from stronghold.checkpoint.weights import write_weights
-from stronghold.devices.workers import Workers
+from stronghold.devices.threads import Workers
 from tests.support.checkpoints import (
     BESIDE_TAGS,
     make_model,

@@ -16,7 +16,7 @@ import torch
 
 import stronghold
 from stronghold import native
-from stronghold.devices.base import Device, ThreadLane
+from stronghold.devices.device import Device, ThreadLane
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
 from tests.support.insides import offload_small

@@ -116,7 +116,7 @@ def write_model(shape: Any, out: Path) -> None:
     from transformers import LlamaForCausalLM
 
     from stronghold.checkpoint.tensor_files import TensorHeader, bytes_of, write_tensors
-    from stronghold.devices.workers import Workers
+    from stronghold.devices.threads import Workers
 
     with torch.device("meta"):
         model = LlamaForCausalLM(shape)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from stronghold.devices.lane_name import LaneName
+from stronghold.devices.fences import LaneName
 from stronghold.errors import ConfigError, LaneError
 from stronghold.private import without_torch_function
 from tests.faults.test_lane_failures import WITHIN_S, fail_backward, fail_in

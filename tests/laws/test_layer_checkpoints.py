@@ -28,8 +28,8 @@ from stronghold.checkpoint.tensor_files import (
     small_record,
     write_tensors,
 )
-from stronghold.devices.lane_name import LaneName
-from stronghold.devices.workers import Workers
+from stronghold.devices.fences import LaneName
+from stronghold.devices.threads import Workers
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.train import arrays
 from tests.models import loss_of

@@ -22,7 +22,7 @@ import torch
 
 from stronghold import native
 from stronghold.devices import cuda, triton_kernels
-from stronghold.devices.base import Device
+from stronghold.devices.device import Device
 from stronghold.native import Rows, Segments
 
 # As in triton_programs, which needs Triton.

@@ -15,7 +15,7 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
 from stronghold import native
-from stronghold.devices.base import Device
+from stronghold.devices.device import Device
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import HeldTensors

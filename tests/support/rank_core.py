@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from stronghold.devices.base import Device
+from stronghold.devices.device import Device
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.train.ranks import Ranks
 from tests.models import MODELS, loss_of

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.devices.pinned import GpuPinning
+from stronghold.devices.host_memory import GpuPinning
 from stronghold.errors import ConfigError, ErrorPage, RankError, page_link
 from stronghold.model.partition import why_no_blocks
 from stronghold.native import loader

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from stronghold.devices.base import Device, Fence, Lane
 from stronghold.devices.cuda import CudaDevice, EventClock
+from stronghold.devices.device import Device, Lane
 from stronghold.devices.emulated import COPY_PIECE_BYTES, EmulatedDevice
-from stronghold.devices.lane_name import THREAD_PREFIX
-from stronghold.devices.pinned import cuts
+from stronghold.devices.fences import Fence
+from stronghold.devices.host_memory import cuts
+from stronghold.devices.threads import THREAD_PREFIX
 from stronghold.errors import BudgetError, ConfigError, LaneError, StateError
 from stronghold.telemetry.metrics import read_number
 from stronghold.telemetry.trace import Trace

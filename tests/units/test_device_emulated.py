@@ -16,7 +16,7 @@ import torch
 
 from stronghold import native
 from stronghold.devices.emulated import EmulatedDevice
-from stronghold.devices.lane_name import THREAD_PREFIX
+from stronghold.devices.threads import THREAD_PREFIX
 from stronghold.errors import StateError
 from tests.support.pages import in_child
 from tests.support.quiet import law_of_time, on_time

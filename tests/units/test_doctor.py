@@ -21,7 +21,7 @@ import torch
 
 from stronghold import limits
 from stronghold.devices.emulated import EmulatedDevice
-from stronghold.devices.pinned import HostPinning
+from stronghold.devices.host_memory import HostPinning
 from stronghold.errors import ConfigError
 from stronghold.model.costs import DTYPES
 from stronghold.plan import machine as profile

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from stronghold.devices.base import (
+from stronghold.devices.fences import (
     MANY_READERS,
     Fence,
+    LaneName,
     Record,
     completed,
     dependences,
     record_accesses,
 )
-from stronghold.devices.lane_name import LaneName
 from stronghold.errors import LaneError
 
 

@@ -131,7 +131,7 @@ def test_cuda_is_named_in_two_files() -> None:
     strangers = [
         f"{room_of(path)}:{line}: {name}"
         for path in SOURCES
-        if room_of(path) not in ("devices/cuda.py", "devices/pinned.py")
+        if room_of(path) not in ("devices/cuda.py", "devices/host_memory.py")
         for line, name in names_used(path)
         if name == "torch.cuda" or name.startswith("torch.cuda.")
     ]

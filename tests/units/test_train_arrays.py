@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.devices.lane_name import LaneName
+from stronghold.devices.fences import LaneName
 from stronghold.optim.states import PAGE_BYTES, num_items
 from stronghold.train.layer import Layer
 from tests.laws.test_adapters import lora

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stronghold.devices.base import Device
+from stronghold.devices.device import Device
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import ConfigError
 from stronghold.model.partition import partition

@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from stronghold.devices.base import ThreadLane
+from stronghold.devices.device import ThreadLane
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import BudgetError
 from stronghold.plan.cost import AWAY

@@ -20,10 +20,10 @@ import torch
 
 from stronghold import native
 from stronghold.devices import cuda
-from stronghold.devices.base import Device
 from stronghold.devices.cuda import CudaDevice
+from stronghold.devices.device import Device
 from stronghold.devices.emulated import EmulatedDevice
-from stronghold.devices.workers import Workers
+from stronghold.devices.threads import Workers
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.limits import HostLimits, host_limits
 from stronghold.plan.machine import MachineProfile

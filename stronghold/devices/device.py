@@ -1,55 +1,9 @@
-"""Lanes, fences, access records and raw buffers: the contract that every device fulfils.
+"""Lanes and devices: the contract that every device fulfils.
 
-Owns the lane threads, the fences that they issue, and the rule that orders operations. Never knows
-what a layer is.
+Owns the lanes and their threads. A lane's thread runs its operations in order, and issues or fails
+their fences (`devices.fences`). Never knows what a layer is.
 
-A lane is an ordered queue of work: a stream, or a worker thread. Two operations on the same memory,
-of which at least one writes, are a hazard. A hazard without an order is a race. Every array and
-every buffer carries an access record (`Record`), from which `dependences` derives the order:
-
-1. A reader waits for the newest writer (read after write).
-2. A writer waits for the newest writer (write after write).
-3. A writer waits for every reader since that writer (write after read).
-
-Nothing else keeps a fence for later. Two hazards cannot be derived, and are written down where they
-occur: memory that other processes write, and user code that reads a parameter.
-
-Threads: the training thread submits operations and waits for fences. Each lane's thread runs its
-operations in order, and issues or fails their fences. The training thread enters accesses in
-records. In backward autograd's thread does it instead. A lane's thread never does.
-
-[Note: a new device] A device of another kind is written so:
-1. a subclass of `Device`, with `torch_device`, `copy`, `copy_now` and `kernels`; its constructor
-   sets `self.compute` and ends with `_open_lanes()`;
-2. a subclass of `ComputeLane`, with `record` and `wait`;
-3. a subclass of `DeviceMemory`, with `_allocate`;
-4. `_make_lane`, if its lanes are streams: the default `HostLane` takes work that returns as done;
-5. its place in `Stack._open_device`.
-Pinning, side streams and counters of memory have defaults that do nothing.
-
-[Note: no deadlock]
-1. The caller submits an operation. It waits only for fences that exist at this moment.
-2. Every fence belongs to an operation that was submitted before. So the order of submission is a
-   topological order of all waits.
-3. A lane is first in, first out. So the lane with the oldest unfinished operation can always go on.
-
-[Note: issued and done] A GPU cannot wait for a host event. So a fence ends in two steps:
-1. The lane's thread waits for the host-side fences and enqueues the work. The fence is *issued*.
-2. The device performs the work. The fence is *done*.
-A host lane takes both steps at once. A stream waits for another stream's fence by `event`, which
-exists from the moment of issue.
-
-[Note: surfaced]
-1. An operation fails. Its lane fails the operation's fence.
-2. A lane that waits for this fence fails its operation's fence with the same error.
-3. A thread of the program waits for one of these fences and raises the error. It has surfaced.
-4. The closing engine raises an error that has not surfaced: no later wait would raise it.
-
-[Note: interrupts]
-1. Ctrl-C can end a wait at any bytecode of the waiting thread.
-2. `threading.Event` holds a lock during a wait. The interrupted thread can leave this lock held.
-3. The lane that sets the event would then hang for good.
-So each wait makes a new lock, for which no other thread ever waits.
+`docs/develop/add_device.md` says how to write a device of another kind.
 """
 
 from __future__ import annotations
@@ -57,38 +11,31 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-from stronghold.devices.first_touch import FirstTouch
-from stronghold.devices.forks import check_not_forked, forked_from
-from stronghold.devices.lane_name import THREAD_PREFIX, LaneName
+from stronghold.devices.fences import (
+    DeviceEvent,
+    Fence,
+    LaneName,
+    Record,
+    completed,
+    dependences,
+    record_accesses,
+    surfacing,
+)
+from stronghold.devices.host_memory import FirstTouch, HostPinning
 from stronghold.devices.memory import DeviceMemory
-from stronghold.devices.pinned import HostPinning
-from stronghold.devices.side_streams import SideStreams
-from stronghold.errors import LaneError, RankError, StateError, StrongholdError
+from stronghold.devices.threads import THREAD_PREFIX, check_not_forked, forked_from, switch_interval
+from stronghold.errors import LaneError, StateError, StrongholdError
 from stronghold.native import Kernels, naming_threads
 from stronghold.telemetry.trace import Trace
-
-
-def surfacing(error: LaneError) -> LaneError | RankError:
-    """Return what the calling thread is about to raise ([Note: surfaced]).
-
-    A thread of the program gets the error about a rank itself, and not the lane's.
-    """
-    if threading.current_thread().name.startswith(THREAD_PREFIX):
-        return error
-    error.surfaced = True
-    if error.first is not None:  # a caller that got one failure needs no second one
-        error.first.surfaced = True
-    cause = error.__cause__
-    return cause if isinstance(cause, RankError) else error
 
 
 class OutOfMemoryError(StrongholdError, torch.OutOfMemoryError):
@@ -97,192 +44,6 @@ class OutOfMemoryError(StrongholdError, torch.OutOfMemoryError):
     The model is unchanged. The next forward has more room, if any plan leaves more. A handler of
     torch's `OutOfMemoryError` catches this error, too.
     """
-
-
-class DeviceEvent(Protocol):
-    """An event that a stream records. `torch.cuda.Event` is one."""
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the event has passed."""
-        ...
-
-    def query(self) -> bool:
-        """Return whether the event has passed."""
-        ...
-
-
-class Fence:
-    """Marks the end of one operation. `Lane.submit` and `ComputeLane.record` alone make fences."""
-
-    __slots__ = ("_error", "_event", "_turn", "_waiting", "issued", "lane", "operation")
-
-    def __init__(self, lane: LaneName, operation: str) -> None:
-        self.lane = lane
-        self.operation = operation
-        # The thread that empties it first owns the operation: a lane performs it, or a caller
-        # withdraws it.
-        self._turn = [None]
-        self.issued = False  # once it is true, `wait_issued` does not block
-        self._waiting: list[threading.Lock] = []  # one held lock per waiting thread
-        self._event: DeviceEvent | None = None
-        self._error: LaneError | None = None
-
-    def take_turn(self) -> bool:
-        """Return True for the first caller alone, on any thread. The operation is that caller's."""
-        try:
-            self._turn.pop()
-        except IndexError:
-            return False
-        return True
-
-    def issue(self, event: DeviceEvent | None) -> None:
-        """Mark the work as enqueued, with the event that passes at its end, or as done (None)."""
-        self._event = event
-        self._wake()
-
-    def fail(self, error: LaneError) -> None:
-        """Mark the operation as failed. Every wait for it raises `error`."""
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        # The race with `wait_issued`: that thread first appends its lock, then reads `issued`. This
-        # one first sets `issued`, then empties the list. So a thread that is not woken reads True.
-        self.issued = True
-        while self._waiting:
-            self._waiting.pop().release()
-
-    def wait_issued(self) -> DeviceEvent | None:
-        """Block the calling thread until issued; raise the operation's error if it failed."""
-        if not self.issued:
-            waiter = threading.Lock()  # [Note: interrupts]
-            waiter.acquire()
-            self._waiting.append(waiter)
-            if not self.issued:
-                waiter.acquire()
-        if self._error is not None:
-            raise surfacing(self._error)
-        return self._event
-
-    def wait(self) -> None:
-        """Block the calling thread until done; raise the operation's error if it failed."""
-        event = self.wait_issued()
-        if event is not None:
-            event.synchronize()
-
-    @property
-    def done(self) -> bool:
-        """True once the work has happened, well or badly."""
-        return self.issued and (self._event is None or self._event.query())
-
-    @property
-    def failed(self) -> bool:
-        """True once the operation has failed: `wait` would raise."""
-        return self._error is not None
-
-
-def completed(lane: LaneName, operation: str) -> Fence:
-    """Return a fence of work that is already done."""
-    fence = Fence(lane, operation)
-    fence.issue(None)
-    return fence
-
-
-MANY_READERS = 8  # beyond this number a record drops readers that have ended
-_NOTHING = completed(LaneName.COMPUTE, "nothing was written yet")
-
-
-class Record:
-    """The access record of some memory: its newest writer, and the readers since.
-
-    It tracks the hazards of this memory (see the module). `writer` is the newest writer's fence,
-    for which a reader waits.
-    """
-
-    __slots__ = ("_readers", "writer")
-
-    def __init__(self) -> None:
-        self.writer = _NOTHING
-        self._readers: list[Fence] = []
-
-    @property
-    def users(self) -> tuple[Fence, ...]:
-        """The fences for which a writer waits: the newest writer's, and those of its readers."""
-        return (self.writer, *self._readers)
-
-    def read(self, fence: Fence) -> None:
-        """Enter an operation that reads.
-
-        A lane is first in, first out, so its newest reader stands for its earlier ones. Compute may
-        run on several streams, so all its readers stay.
-        """
-        self._readers = [
-            reader
-            for reader in self._readers
-            if reader.lane is LaneName.COMPUTE or reader.lane is not fence.lane
-        ]
-        if len(self._readers) > MANY_READERS:
-            self._readers = [reader for reader in self._readers if not reader.done]
-        self._readers.append(fence)
-
-    def write(self, fence: Fence) -> None:
-        """Enter an operation that writes."""
-        self.writer = fence
-        self._readers = []
-
-    def wait(self) -> None:
-        """Block the calling thread until the writer and all readers are done.
-
-        Raises the error of an operation that failed.
-        """
-        for fence in self.users:
-            fence.wait()
-
-
-def dependences(
-    after: Iterable[Fence], reads: Iterable[Record], writes: Iterable[Record]
-) -> tuple[Fence, ...]:
-    """Return the fences for which an operation waits.
-
-    Arguments:
-        after: fences for which it waits in any case.
-        reads: records of the memory that it reads: it waits for the newest writers.
-        writes: records of the memory that it writes: it waits for the newest writers and for the
-            readers since.
-    """
-    fences = dict.fromkeys(after)
-    for record in reads:
-        fences[record.writer] = None
-    for record in writes:
-        fences.update(dict.fromkeys(record.users))
-    fences.pop(_NOTHING, None)
-    return tuple(fences)
-
-
-def record_accesses(fence: Fence, reads: Iterable[Record], writes: Iterable[Record]) -> Fence:
-    """Enter the accesses of the operation of `fence` in the records, and return the fence."""
-    for record in reads:
-        record.read(fence)
-    for record in writes:
-        record.write(fence)
-    return fence
-
-
-def off_lanes(work: Callable[[], object]) -> None:
-    """Run `work` on a thread that is no lane's, and drop its exceptions.
-
-    The calling thread runs it, unless it belongs to this package. Then a new thread runs it, and
-    the end of the process waits for that thread.
-    """
-    if threading.current_thread().name.startswith(THREAD_PREFIX):
-        threading.Thread(target=_run_quietly, args=(work,), name=THREAD_PREFIX + "handover").start()
-    else:
-        _run_quietly(work)
-
-
-def _run_quietly(work: Callable[[], object]) -> None:
-    with contextlib.suppress(Exception):
-        work()
 
 
 Work = Callable[[], None]
@@ -349,40 +110,6 @@ class Lane(ABC):
         """Finish the queued operations. Safe to call twice."""
 
 
-class _Turns:
-    """Sets the interpreter's switch interval while lanes have threads.
-
-    A lane's thread may wake while another thread runs pure Python (tokenising, collating). It then
-    waits for the switch interval, by default 5 ms: ten kernels' time on a GPU. The end of the last
-    lane restores the program's interval, unless the program has changed it meanwhile.
-    """
-
-    INTERVAL_S = 5e-4
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_lanes = 0
-        self._interval_before_s = 0.0
-        self._interval_set_s = 0.0
-
-    def begin(self) -> None:
-        with self._lock:
-            self._num_lanes += 1
-            if self._num_lanes == 1:
-                self._interval_before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._interval_before_s, self.INTERVAL_S))
-                self._interval_set_s = sys.getswitchinterval()
-
-    def end(self) -> None:
-        with self._lock:
-            self._num_lanes -= 1
-            if self._num_lanes == 0 and sys.getswitchinterval() == self._interval_set_s:
-                sys.setswitchinterval(self._interval_before_s)
-
-
-_turns = _Turns()
-
-
 def _nothing() -> None:
     """Do nothing: the work of a withdrawn operation."""
 
@@ -405,7 +132,7 @@ class ThreadLane(Lane):
         self._thread = threading.Thread(target=self._loop, name=THREAD_PREFIX + name, daemon=True)
         with naming_threads(f"the {name} lane"):
             self._thread.start()
-        _turns.begin()
+        switch_interval.begin()
 
     def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
         check_not_forked(self._process, operation)
@@ -451,7 +178,7 @@ class ThreadLane(Lane):
         if not self._closed:
             self._closed = True
             self._queue.put(None)
-            _turns.end()
+            switch_interval.end()
         self._thread.join()
 
     def _loop(self) -> None:
@@ -609,6 +336,42 @@ class DelayedRead:
         return values
 
 
+class SideStreams:
+    """The side streams of a device whose compute is one stream: there are none."""
+
+    def __init__(self) -> None:
+        self.streams: Sequence[Any] = ()
+
+    def open(self, count: int) -> None:
+        """Make `count` side streams; none for 1."""
+
+    def forked(self) -> AbstractContextManager[object]:
+        """Context manager: the side streams run beside the calling thread's stream.
+
+        At entry the side streams wait for this stream. At exit it waits for them. The manager
+        returns this stream.
+        """
+        return nullcontext()
+
+    def beside(self, number: int, name: str) -> AbstractContextManager[None]:
+        """Context manager: the calling thread is on side stream `number` modulo their count."""
+        return nullcontext()
+
+    def follow(self, main: object) -> None:
+        """Let `main`, the stream of `forked`, wait for the calling thread's stream."""
+
+    def on_main(self) -> AbstractContextManager[None]:
+        """Context manager: the calling thread is on the stream that forked last. Nothing waits."""
+        return nullcontext()
+
+    def joined(self) -> AbstractContextManager[None]:
+        """Context manager: the calling thread is on the stream that forked last.
+
+        At entry this stream waits for all side streams, so it runs after all chunks of a layer.
+        """
+        return nullcontext()
+
+
 EVERY_DEVICE = (LaneName.FETCH, LaneName.OFFLOAD, LaneName.GRADIENTS, LaneName.UPDATE)
 
 
@@ -619,8 +382,8 @@ class Device(ABC):
         fetch: weights, host to device (prefetch).
         offload: gradients, device to host.
         gradients: merges, sums and norms of gradients on the host.
-        update: optimizer steps on the host. It is apart from `gradients`, because the gate waits
-            for norms and must not wait behind updates that began before it.
+        update: optimizer steps on the host. It is apart from `gradients`, because `step`
+            waits for norms and must not wait behind updates that began before it.
         compute: forward and backward, on the training thread, with `side_streams`.
 
     `lane` makes others when they are first used. Each has a thread, so that none of them waits
@@ -742,6 +505,44 @@ class Device(ABC):
             lane.close()
 
 
+class ComputeSpan:
+    """Records one span for each use of a layer. At most one span is open.
+
+    A wait inside a span ends it, and begins a further span of the same name after the wait. So the
+    row shows compute alone. The thread that calls hooks enters.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._open: tuple[str, object] | None = None
+
+    def begin(self, name: object) -> None:
+        """Open a span, if a trace is recorded."""
+        if self._device.trace.recording:
+            self._open = (str(name), self._device.compute.begin_span())
+
+    def end(self) -> None:
+        """Close the open span, if there is one."""
+        if self._open is not None:
+            name, begun = self._open
+            self._device.compute.end_span(name, begun)
+            self._open = None
+
+    def drop(self) -> None:
+        """The pass failed: do not record the open span."""
+        self._open = None
+
+    @contextmanager
+    def waiting(self, fence: Fence) -> Iterator[None]:
+        """Context manager around the compute lane's wait for `fence`."""
+        name = self._open[0] if self._open is not None and not fence.done else None
+        if name is not None:
+            self.end()
+        yield
+        if name is not None:
+            self.begin(name)
+
+
 def _ignore(error: LaneError) -> None:
     """Nobody else need know that a lane has failed."""
 
@@ -756,3 +557,21 @@ def timed(wait: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     wait()
     return time.perf_counter() - start_s
+
+
+# -- random numbers ------------------------------------------------------------------------------
+_WITHOUT_GENERATOR = ("cpu", "meta")  # devices that use torch's CPU generator
+
+
+def random_state(device: torch.device) -> torch.Tensor | None:
+    """Return the state of the device's generator, or None if it uses torch's CPU generator."""
+    if device.type in _WITHOUT_GENERATOR:
+        return None
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Restore the state that `random_state` returned, if the device has a generator."""
+    if device.type not in _WITHOUT_GENERATOR:
+        torch.get_device_module(device).set_rng_state(state, device)
