@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 import stronghold
 from stronghold.telemetry import trace
-from stronghold.tools import plot
+from stronghold.tools import timeline
 
 MIB = float(1 << 20)
 COLUMNS = 96
@@ -90,7 +90,7 @@ def count(number: float, what: str) -> str:
 def leave(folder: Path, title: str, numbers: Mapping[str, Any]) -> None:
     """Write losses.png, timeline.png and summary.json beside the trace."""
     draw_losses(loss_curves(numbers), folder / "losses.png", title=title)
-    plot.draw_timeline(trace.read(folder / "trace.json"), folder / "timeline.png")
+    timeline.draw_timeline(trace.read(folder / "trace.json"), folder / "timeline.png")
     summary = {"machine": machine(), **numbers}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print()
@@ -174,10 +174,10 @@ def draw_losses(parts: Sequence[Mapping[str, Sequence[Point]]], png: Path, *, ti
     The first curve of a part is wide and pale and the others thin, so that equal curves show as one
     inside the other. Held-out losses are points.
     """
-    figure = Figure(figsize=(11.0, 4.6), dpi=plot.DPI, facecolor="white")
+    figure = Figure(figsize=(11.0, 4.6), dpi=timeline.DPI, facecolor="white")
     styles = [
         {"color": "#a8c4e0", "linewidth": 5.0},
-        {"color": plot.INK, "linewidth": 1.1},
+        {"color": timeline.INK, "linewidth": 1.1},
         {"color": "#59a14f", "linewidth": 1.6, "linestyle": "--"},
     ]
     for axes, curves in zip(figure.subplots(1, len(parts)), parts, strict=True):
@@ -191,9 +191,9 @@ def draw_losses(parts: Sequence[Mapping[str, Sequence[Point]]], png: Path, *, ti
                 label=f"{name}, {points[-1][1]:.3f} at step {points[-1][0]:,.0f}",
             )
         axes.margins(x=0.02)
-        plot.style(axes, "step", "nats per byte")
+        timeline.style(axes, "step", "nats per byte")
         axes.locator_params(axis="x", integer=True)
-        axes.legend(frameon=False, fontsize=9, labelcolor=plot.INK)
-    figure.suptitle(title, color=plot.INK, fontsize=12, weight="bold", x=0.06, ha="left")
+        axes.legend(frameon=False, fontsize=9, labelcolor=timeline.INK)
+    figure.suptitle(title, color=timeline.INK, fontsize=12, weight="bold", x=0.06, ha="left")
     figure.subplots_adjust(left=0.06, right=0.98, bottom=0.12, top=0.9, wspace=0.16)
-    plot.save(figure, png)
+    timeline.save(figure, png)

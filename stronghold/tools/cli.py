@@ -32,6 +32,8 @@ REMOVED = {
     ("plan", "--streams"): 'It changed no figure but bytes; "streams" in the section stays.',
     ("plan", "--no-overflow-check"): 'Write "bf16": {"check_grad_overflow": false} in the config.',
     ("plan", "--early"): 'With --clipping 0 the plan has them; else try "early_layers" in a run.',
+    ("trace", "--from"): "ui.perfetto.dev opens the file and shows any extent of it.",
+    ("trace", "--to"): "ui.perfetto.dev opens the file and shows any extent of it.",
     ("import",): "The weights of DeepSpeed's checkpoints: DeepSpeed's zero_to_fp32.py writes them "
     "in fp32; load them into the model before initialize. Moments begin anew.",
     ("doctor", "--quick"): "It takes some seconds: delete it.",
@@ -120,13 +122,8 @@ def command_parser() -> argparse.ArgumentParser:
     )
     trace.add_argument("file", type=Path, help="the trace, JSON")
     trace.add_argument("-o", "--output", type=Path, help="the picture (default: FILE.png)")
-    extent = trace.add_argument_group("extent")
-    extent.add_argument("--step", type=int, help="draw this step")
-    for option, what in (("from", "start"), ("to", "end")):
-        words = f"{what} at this second of the trace"
-        dest = f"{option}_s"
-        extent.add_argument(f"--{option}", type=float, dest=dest, metavar="S", help=words)
-    trace.set_defaults(run=LateCommand("stronghold.tools.trace:run"))
+    trace.add_argument("--step", type=int, help="draw this step")
+    trace.set_defaults(run=LateCommand("stronghold.tools.timeline:run"))
     commands.add_parser(
         "test",
         help="check in ten seconds that training on this machine is exact",

@@ -1,12 +1,13 @@
-"""The picture of a trace: a timeline with one row per lane.
+"""`stronghold trace`: draws the trace of a run as a timeline with one row per lane.
 
-It reads no file. One thread enters. It draws with Agg, so it needs no display.
+One thread enters. It draws with Agg, so it needs no display.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from stronghold.errors import ConfigError
+from stronghold.telemetry import trace
 from stronghold.telemetry.trace import STEP_LANE, Span, lane_order
+from stronghold.tools.answer import Answer
 
 COLOURS = {
     "forward": "#4e79a7",
@@ -42,21 +45,19 @@ LETTERS = 160  # letters of labels, side by side, fill the width
 ROUNDED_S = 2e-9  # a trace keeps nanoseconds: spans that touch may overlap by so much
 
 
-def draw_timeline(
-    spans: Sequence[Span],
-    png: str | Path,
-    *,
-    step: int | None = None,
-    from_s: float | None = None,
-    to_s: float | None = None,
-) -> None:
-    """Draw one row per lane to `png`.
+def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:
+    """Draw `arguments.file`. The answer is the path of the picture."""
+    png = arguments.output or arguments.file.with_suffix(".png")
+    draw_timeline(trace.read(arguments.file), png, step=arguments.step)
+    return Answer(text=str(png))
 
-    It shows the seconds `from_s` to `to_s` if given, else `step`, else the last step, else all.
+
+def draw_timeline(spans: Sequence[Span], png: str | Path, *, step: int | None = None) -> None:
+    """Draw one row per lane to `png`: `step`, else the last step, else all of a trace without one.
 
     Raises ConfigError if there is nothing to draw, or if the step is not in the trace.
     """
-    begin_s, end_s, title = _extent(spans, step, from_s, to_s)
+    begin_s, end_s, title = _extent(spans, step)
     visible = [
         span
         for span in spans
@@ -65,11 +66,11 @@ def draw_timeline(
         and span.start_s < end_s - ROUNDED_S
     ]
     if not visible:
-        raise ConfigError(
-            f"timeline: no operation between {begin_s:.3f} s and {end_s:.3f} s of the trace"
-        )
+        raise ConfigError(f"timeline: {title} has no operations")
     lanes = lane_order(span.lane for span in visible)
-    figure = new_figure(WIDTH_INCHES, ROW_INCHES * len(lanes) + 1.3, title)
+    size = WIDTH_INCHES, ROW_INCHES * len(lanes) + 1.3
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", color=INK, weight="bold")
     axes = figure.add_subplot()
     for row, lane in enumerate(lanes):
         _draw_lane(axes, row, [span for span in visible if span.lane == lane], begin_s, end_s)
@@ -87,15 +88,9 @@ def draw_timeline(
     entries = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in kinds]
     if kinds - set(COLOURS):
         entries.append(Patch(color=OTHER_COLOUR, label="other"))
-    add_legend(figure, entries)
+    legend = {"ncols": len(entries), "frameon": False, "labelcolor": INK}
+    figure.legend(handles=entries, loc="outside lower center", **legend)
     save(figure, png)
-
-
-def new_figure(width: float, height: float, title: str) -> Figure:
-    """An empty figure of this size in inches."""
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", color=INK, weight="bold")
-    return figure
 
 
 def style(axes: Axes, x: str, y: str) -> None:
@@ -108,44 +103,23 @@ def style(axes: Axes, x: str, y: str) -> None:
     axes.spines[:].set_visible(False)
 
 
-def add_legend(figure: Figure, entries: Sequence[Any]) -> None:
-    """Put the legend in one row below the axes."""
-    place = "outside lower center"
-    figure.legend(handles=entries, loc=place, ncols=len(entries), frameon=False, labelcolor=INK)
-
-
-def _extent(
-    spans: Sequence[Span], step: int | None, from_s: float | None, to_s: float | None
-) -> tuple[float, float, str]:
+def _extent(spans: Sequence[Span], step: int | None) -> tuple[float, float, str]:
     """The first and the last second to show, and the title."""
     if not spans:
         raise ConfigError("timeline: the trace has no operations")
-    if step is not None and (from_s is not None or to_s is not None):
-        raise ConfigError("timeline: got a step and seconds; give one of them")
     steps = {
         int(span.name.split()[-1]): (span.start_s, span.end_s)
         for span in spans
         if span.lane == STEP_LANE
     }
-    begin_s, end_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
-    title = "all steps"
     if step is not None and step not in steps:
         known = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
         raise ConfigError(f"timeline: step {step} is not in the trace, which has {known}")
-    if steps and from_s is None and to_s is None:
-        shown = max(steps) if step is None else step
-        begin_s, end_s = steps[shown]
-        title = f"step {shown}, {(end_s - begin_s) * 1e3:,.1f} ms"
-    else:
-        begin_s = begin_s if from_s is None else from_s
-        end_s = end_s if to_s is None else to_s
-        if from_s is not None or to_s is not None:
-            title = f"{begin_s:.3f} s to {end_s:.3f} s"
-    if end_s <= begin_s:
-        raise ConfigError(
-            f"timeline: the end, {end_s:.3f} s, is not after the start, {begin_s:.3f} s"
-        )
-    return begin_s, end_s, title
+    if not steps:
+        return min(s.start_s for s in spans), max(s.end_s for s in spans), "all steps"
+    shown = max(steps) if step is None else step
+    begin_s, end_s = steps[shown]
+    return begin_s, end_s, f"step {shown}, {(end_s - begin_s) * 1e3:,.1f} ms"
 
 
 def _draw_lane(axes: Axes, row: int, spans: Sequence[Span], begin_s: float, end_s: float) -> None:
