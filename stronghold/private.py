@@ -21,7 +21,7 @@ Replaced, while an engine lives:
 6. bitsandbytes' and torchao's autograd Functions, Params4bit.to, Int8Params.to,
    _convert_weight_packed_for_cpu (`train.quantised`): weights pass saved-tensor hooks.
 Replaced, during one call, on tensors without memory:
-7. F.multi_head_attention_forward's attention (`model.gpu_operators`); torch.autocast, which refuses
+7. F.multi_head_attention_forward's attention (`model.operators`); torch.autocast, which refuses
    the meta device (`tools.estimate.model`).
 
 Written on the program's objects, while an engine lives:

@@ -29,7 +29,6 @@ import inspect
 import itertools
 import random
 import re
-import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -40,13 +39,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from stronghold.errors import ConfigError
-from stronghold.model.gpu_operators import GpuOperators
 from stronghold.model.logits import LogitsInParts
-from stronghold.model.operator_counts import Counts, OperatorCounts
+from stronghold.model.operators import Counts, GpuOperators, OperatorCounts
 from stronghold.model.packed_weight import STORED_BYTES, PackedWeight
 from stronghold.model.partition import Partition
 
@@ -315,7 +312,6 @@ class _Trace:
 
     def __init__(self, partition: Partition, weights: Sequence[torch.Tensor]) -> None:
         self._partition = partition
-        self._operators = OperatorCounts()
         self._forward = [Counts()] * len(partition.layers)
         self._backward = [Counts()] * len(partition.layers)
         self._is_backward = False
@@ -333,7 +329,7 @@ class _Trace:
         resident = [layer.index for layer in partition.layers if not layer.streamed]
         self._outside = resident[0] if resident else 0
         self._kinds: dict[Any, _Kind] = {}  # by everything in which calls must be alike
-        self._live = _LiveBytes(self._held)
+        self._operators = OperatorCounts(self._weights)
         self._existed = set(self._held)  # storages that existed when the last block had run
         self._saved_after_blocks = 0  # bytes that autograd saves of what was made after it
         self._passing_bytes = [0] * len(partition.layers)
@@ -362,7 +358,6 @@ class _Trace:
                     undo.enter_context(_calling(module, call))
             undo.enter_context(saved_tensors_hooks(self._pack, _unpack))
             undo.enter_context(GpuOperators(self._operators, is_padded=is_padded))
-            undo.enter_context(self._live)
             undo.enter_context(self._operators)
             yield
 
@@ -445,7 +440,7 @@ class _Trace:
         self._saved += [(layer, self._key(leaves[number])) for number in kind.saved_inputs]
         self._saved += [(layer, self._key(outputs[number])) for number in kind.saved_outputs]
         self._existed = set(self._held)
-        self._live.restart()
+        self._operators.restart_peak()
         return output
 
     def _measured(
@@ -462,7 +457,7 @@ class _Trace:
                 saved[id(storage)] = storage
             return tensor
 
-        self._live.restart()
+        self._operators.restart_peak()
         with saved_tensors_hooks(pack, _unpack):
             output = forward(*args, **kwargs)
         forward_counts = self._operators.take()
@@ -482,7 +477,7 @@ class _Trace:
             saved_inputs=saved_inputs,
             saved_outputs=saved_outputs,
             inner_bytes=inner_bytes,
-            passing_bytes=max(0, self._live.peak() - inner_bytes),
+            passing_bytes=max(0, self._operators.peak() - inner_bytes),
             outputs=forms,
             spec=output_spec,
         )
@@ -506,9 +501,9 @@ class _Trace:
     def passed_back(self, outside: int) -> None:
         """Backward has come to a block. Then it goes on in the resident layer `outside`."""
         self._charge()
-        if self._live.is_on:
-            self._live.is_on = False
-            passing_bytes = max(0, self._live.peak() - self._saved_after_blocks)
+        if self._operators.sees_storages:
+            self._operators.sees_storages = False
+            passing_bytes = max(0, self._operators.peak() - self._saved_after_blocks)
             self._passing_bytes[self._outside] = passing_bytes
         self._outside = outside
 
@@ -702,48 +697,3 @@ def _kind(value: Any) -> Any:
     if isinstance(value, str | int | float | None | torch.dtype):
         return value
     return id(value)
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Context manager that knows the bytes of all storages that live, but for the `known` ones."""
-
-    def __init__(self, known: Mapping[int, torch.UntypedStorage]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.is_on = True
-        self._known = set(known)
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._bytes = self._peak = self._base = 0
-
-    def restart(self) -> None:
-        """Forget the peak."""
-        self._base = self._peak = self._bytes
-
-    def peak(self) -> int:
-        """Return the most bytes at once since `restart`, beside those that lived then."""
-        return self._peak - self._base
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.is_on:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    self._see(leaf.untyped_storage())
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = id(storage), storage.nbytes()
-        if key in self._alive or key in self._known:
-            return
-        self._alive[key] = weakref.ref(storage, functools.partial(self._freed, key, nbytes))
-        self._bytes += nbytes
-        self._peak = max(self._peak, self._bytes)
-
-    def _freed(self, key: int, nbytes: int, _: Any) -> None:
-        del self._alive[key]
-        self._bytes -= nbytes

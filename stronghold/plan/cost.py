@@ -34,7 +34,7 @@ from typing import get_args
 from stronghold.config.section import Level
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import ModelLayout
-from stronghold.model.operator_counts import Counts
+from stronghold.model.operators import Counts
 from stronghold.optim.states import States
 from stronghold.plan.machine import MachineProfile
 

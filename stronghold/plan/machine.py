@@ -24,7 +24,7 @@ from stronghold.errors import ConfigError, did_you_mean, explain
 from stronghold.telemetry.files import write_whole
 
 if TYPE_CHECKING:
-    from stronghold.model.operator_counts import Counts
+    from stronghold.model.operators import Counts
 
 VERSION = 2
 MACHINES = Path(__file__).parent / "machines"

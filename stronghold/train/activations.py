@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint, noop_context_fn
 
 from stronghold.errors import ConfigError
-from stronghold.model.gpu_operators import ATTENTION_KERNELS
+from stronghold.model.operators import ATTENTION_KERNELS
 from stronghold.plan.cost import ATTENTION
 from stronghold.private import Hooks, Replacements, saved_tensor_hooks
 from stronghold.train.key_value_caches import is_cache, without_cache

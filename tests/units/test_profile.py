@@ -14,7 +14,7 @@ import torch
 
 from stronghold import native
 from stronghold.errors import ConfigError
-from stronghold.model.operator_counts import Counts
+from stronghold.model.operators import Counts
 from stronghold.optim.states import States, num_items
 from stronghold.plan import machine as profile
 from stronghold.plan.machine import MachineProfile

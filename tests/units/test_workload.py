@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stronghold.model.costs import LayerCost, ModelCosts
-from stronghold.model.operator_counts import Counts
+from stronghold.model.operators import Counts
 from stronghold.plan.cost import LayerWork, workload_of
 from stronghold.plan.machine import MachineProfile
 from tests.units.test_profile import ATTENTION

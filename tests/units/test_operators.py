@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from stronghold.model.gpu_operators import GpuOperators
-from stronghold.model.operator_counts import Counts, OperatorCounts
+from stronghold.model.operators import Counts, GpuOperators, OperatorCounts
 
 ROWS, WIDTH, VOCAB = 17, 15, 4097
 EACH = 4  # bytes of an fp32 number
