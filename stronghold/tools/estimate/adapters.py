@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError, did_you_mean
-from stronghold.model.adapter_targets import split_targets
 
 FORMATS = ("nf4",)  # of `stronghold.frozen`
+EVERY_LINEAR = "all-linear"  # PEFT's word for all linear modules but the head
+NUM_SHOWN = 12  # names in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ def with_adapters(module: nn.Module, adapters: Adapters) -> nn.Module:
     ConfigError if PEFT is not installed, if a target is unknown, or if PEFT refuses the model.
     """
     peft = _peft()
-    modules, parameters = split_targets(adapters.targets, module)
+    modules, parameters = _split_targets(adapters.targets, module)
     settings = peft.LoraConfig(
         r=adapters.rank, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
     )
@@ -88,6 +89,34 @@ def with_adapters(module: nn.Module, adapters: Adapters) -> nn.Module:
             f"{type(error).__name__}: {reason}"
         ) from error
     return adapted.train()
+
+
+def _split_targets(
+    targets: Sequence[str] | None, model: nn.Module
+) -> tuple[list[str] | str, list[str] | None]:
+    """PEFT's `target_modules` and `target_parameters`.
+
+    A target is a module's if a module without children has this end of a name, and otherwise a
+    parameter's. ConfigError if neither has: PEFT would leave it out without a word.
+    """
+    if targets is None:
+        return EVERY_LINEAR, None
+    leaves = [name for name, module in model.named_modules() if not list(module.children())]
+    modules = [target for target in targets if _is_end(target, leaves)]
+    others = [target for target in targets if target not in modules]
+    tensors = [name for name, _ in model.named_parameters()]
+    for target in others:
+        if not _is_end(target, tensors):
+            ends = sorted({name.rpartition(".")[2] for name in leaves})
+            raise ConfigError(
+                f"--lora-targets: got {target!r}, which is the end of no module's name and of no "
+                f"parameter's; modules end with {', '.join(ends[:NUM_SHOWN])}"
+            )
+    return modules, others or None
+
+
+def _is_end(target: str, names: Iterable[str]) -> bool:
+    return any(f".{name}".endswith(f".{target}") for name in names)
 
 
 def _peft() -> Any:
