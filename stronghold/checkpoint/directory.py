@@ -6,21 +6,16 @@ folder. It never opens a file of tensors. The training thread and the io lane en
 
 [Note: publication]
 
-1. A save makes a hidden directory, whose name no other save has, and locks it.
+1. A save of TAG writes into the hidden directory .TAG.saving, and holds a lock (flock) on it. So a
+   second save of this tag at the same time is refused. One that was killed holds no lock any more:
+   the next save of this tag takes its directory over, empty.
 2. The ranks write their files into it. Each file is fsynced, then the directory.
 3. One rename makes it visible as the tag. One system call exchanges it with a tag that exists, if
-   the file system can (Linux, most local file systems). Elsewhere a rename hides the old tag first.
-   If the process ends between both renames, `resolve` brings the old tag back.
-4. The save replaces `latest` in the same way. Then it removes the old tag.
+   the file system can (Linux, most local file systems). Elsewhere a rename hides the old tag first,
+   as .TAG.replaced. If the process ends between both renames, `resolve` brings the old tag back.
+4. The save replaces `latest` in one rename. Then it removes the old tag.
 
 So at every instant `latest` names a complete tag: the old one or the new one.
-
-[Note: leftovers]
-
-1. A process ends within a save. The system drops the process's lock on the hidden directory.
-2. The next save into the save directory removes each hidden directory that it can lock, if this
-   user owns it.
-3. On a file system without locks the directories stay. A warning names them.
 """
 
 from __future__ import annotations
@@ -31,17 +26,14 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import shutil
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from stronghold.checkpoint.files import HeldFile, MissingError, write_durably
-from stronghold.checkpoint.format import MANIFEST
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.train.processes import Neighbours
 
@@ -50,12 +42,9 @@ logger = logging.getLogger("stronghold")
 LATEST = "latest"
 # People who followed DeepSpeed's documentation look for it beside the tags.
 FP32_SCRIPT = Path(__file__).parents[1] / "tools" / "zero_to_fp32.py"
-LONGEST_TAG = 4096  # bytes of `latest`
 RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100  # fcntl.h
-NAME_IS_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
-HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}", re.ASCII)
 WAIT_S = 10.0  # a network file system shows another machine's files after some seconds
 ADVICE = "save and load in a folder that every node sees under one path (NFS, Lustre, ...)"
 Result = TypeVar("Result")
@@ -99,30 +88,38 @@ def sync_directory(path: Path) -> None:
 
 
 # -- hidden directories ---------------------------------------------------------------------------
-def hidden_name(name: str, kind: str = "tmp") -> str:
-    """Return a new hidden name for a directory that becomes `name` ("tmp") or was it ("old").
-
-    It differs at every call. So no one can plant a link with that name, and a directory that a user
-    named .TAG.old stays.
-    """
-    return f".{name}.{kind}-{uuid.uuid4().hex[:8]}"
-
-
 @contextlib.contextmanager
-def hidden_directory(parent: Path, name: str) -> Iterator[Path]:
-    """Context manager for a new hidden directory beside `name`, locked by this process.
+def hidden_directory(final: Path) -> Iterator[Path]:
+    """Context manager for an empty hidden directory beside `final`, locked by this process.
 
-    It removes leftovers in `parent` first. Its exit removes the file or directory that then has the
-    hidden name.
+    Its exit removes what then has the hidden name. Raises CheckpointError while another save of
+    `final` runs.
     """
-    parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(parent)
-    path, lock = _make_locked(parent, name)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    path = final.with_name(f".{final.name}.saving")
+    path.mkdir(exist_ok=True)
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        yield path
+        _lock(lock, final)
+        for left in path.iterdir():
+            remove(left)
+        try:
+            yield path
+        finally:
+            remove(path)
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # forked children have the descriptor, too
     finally:
-        remove(path)
         os.close(lock)
+
+
+def _lock(descriptor: int, final: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise CheckpointError(f"{final}: another save of it has not ended") from error
+    except OSError:  # a file system without locks
+        logger.debug("%s: no lock", final)
 
 
 @contextlib.contextmanager
@@ -131,75 +128,14 @@ def appearing(final: Path) -> Iterator[Path]:
 
     The directory becomes `final` at the end of the block. After an exception it is removed.
     """
-    with hidden_directory(final.parent, final.name) as hidden:
+    with hidden_directory(final) as hidden:
         yield hidden
         publish(hidden, final)
 
 
-def _make_locked(parent: Path, name: str) -> tuple[Path, int]:
-    """Make a hidden directory and lock it. Returns its path and the descriptor that has the lock.
-
-    A race: another save may lock and remove the directory before this one locks it. Then the next
-    name is tried.
-    """
-    while True:
-        path = parent / hidden_name(name)
-        path.mkdir()
-        with contextlib.suppress(FileNotFoundError):
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            is_free = lock_directory(lock) is not False
-            if is_free and path.is_dir():
-                return path, lock
-            os.close(lock)
-
-
-def lock_directory(descriptor: int) -> bool | None:
-    """Lock an open directory, without waiting. Returns True if this process has the lock now.
-
-    False: another process has it. None: the file system has no locks.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Remove hidden directories of this user's ended saves from `parent` ([Note: leftovers])."""
-    for path in sorted(parent.iterdir()):
-        match = HIDDEN.fullmatch(path.name)
-        if match is None:
-            continue
-        if match["kind"] == "tmp":
-            _remove_unlocked(path)
-        elif _exists_or_returns(parent / match["name"], path):
-            remove(path)
-
-
-def _remove_unlocked(path: Path) -> None:
-    """Remove a hidden directory of this user, if no process has it locked."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # another process has removed it, or it is no directory of a save
-        return
-    try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            return
-        is_free = lock_directory(descriptor)
-        if is_free:
-            logger.info("removing %s, which a save that did not end has left", path)
-            remove(path)
-        elif is_free is None:
-            logger.warning(
-                "%s may be of a save that did not end, and is left: this file system has no "
-                "locks. Remove it if no program saves into it",
-                path,
-            )
-    finally:
-        os.close(descriptor)
+def _replaced(final: Path) -> Path:
+    """The name of an old tag between two renames."""
+    return final.with_name(f".{final.name}.replaced")
 
 
 # -- publication ----------------------------------------------------------------------------------
@@ -209,25 +145,14 @@ def publish(hidden: Path, final: Path) -> None:
     Afterwards an old `final` has the hidden name, or is removed. Waits for the disk.
     """
     sync_directory(hidden)
-    olds = []
-    while not _rename(hidden, final) and not exchange_names(hidden, final):
-        olds.append(final.parent / hidden_name(final.name, "old"))
-        with contextlib.suppress(FileNotFoundError):  # another save was faster
-            final.rename(olds[-1])
-    sync_directory(final.parent)
-    for old in olds:
-        remove(old)
-
-
-def _rename(hidden: Path, final: Path) -> bool:
-    """Rename a directory. False if `final` exists."""
-    try:
+    if not final.exists():
         hidden.rename(final)
-    except OSError as error:
-        if error.errno not in NAME_IS_TAKEN:
-            raise
-        return False
-    return True
+    elif not exchange_names(hidden, final):
+        remove(_replaced(final))
+        final.rename(_replaced(final))
+        hidden.rename(final)
+    sync_directory(final.parent)
+    remove(_replaced(final))
 
 
 def exchange_names(one: Path, two: Path) -> bool:
@@ -244,26 +169,22 @@ def exchange_names(one: Path, two: Path) -> bool:
     raise OSError(code, os.strerror(code), str(two))
 
 
-def _exists_or_returns(final: Path, old: Path) -> bool:
-    """Return True if the tag `final` exists. If it is missing, `old` takes its name first.
-
-    It is missing if a save ended before the replacement took the name.
-    """
-    if not final.exists():
-        with contextlib.suppress(OSError):  # another process was faster
-            old.rename(final)
-    return final.exists()
-
-
 def write_latest(save_dir: Path, tag: str) -> None:
     """Make `latest` name `tag`, in one rename, and put the script beside it. Waits for the disk."""
-    with hidden_directory(save_dir, LATEST) as hidden:
-        write_durably(hidden / LATEST, tag.encode())
-        (hidden / LATEST).replace(save_dir / LATEST)
-        with contextlib.suppress(OSError):  # the tag is complete without it
-            shutil.copy(FP32_SCRIPT, hidden)
-            (hidden / FP32_SCRIPT.name).replace(save_dir / FP32_SCRIPT.name)
+    replace_file(save_dir / LATEST, tag.encode())
+    with contextlib.suppress(OSError):  # the tag is complete without it
+        replace_file(save_dir / FP32_SCRIPT.name, FP32_SCRIPT.read_bytes())
     sync_directory(save_dir)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file in one rename."""
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")  # other saves write it, too
+    try:
+        write_durably(hidden, content)
+        hidden.replace(path)
+    finally:
+        hidden.unlink(missing_ok=True)
 
 
 def read_latest(save_dir: Path) -> str | None:
@@ -277,7 +198,7 @@ def read_latest(save_dir: Path) -> str | None:
     except MissingError:
         return None
     try:
-        return check_tag(file.read(LONGEST_TAG).decode().strip())
+        return check_tag(file.read().decode().strip())
     except ValueError as error:
         raise CheckpointError(f"{path}: does not name a tag: {error}") from error
     finally:
@@ -290,10 +211,9 @@ def resolve(load_dir: Path, tag: str) -> Path:
     Raises CheckpointError, with the names of the tags that exist, if it is missing.
     """
     path = load_dir / tag
-    for old in sorted(load_dir.glob(".*.old-*")):
-        match = HIDDEN.fullmatch(old.name)
-        if match is not None and match["name"] == tag:
-            _exists_or_returns(path, old)
+    if not path.exists():
+        with contextlib.suppress(OSError):  # there is none, or another process was faster
+            _replaced(path).rename(path)
     if path.is_dir():
         return path
     tags: list[str] = []
@@ -364,34 +284,13 @@ class CheckpointRanks:
                     f"is not the same folder on every node. {ADVICE}"
                 )
 
-    def check_same(self, tag: Path) -> None:
-        """Raise CheckpointError, on every rank, if a rank's manifest differs from the leader's.
-
-        It passes if the leader has no manifest: the caller raises for that tag.
-        """
-        path = tag / MANIFEST
-        mark = None
-        with contextlib.suppress(OSError):
-            mark = zlib.crc32(path.read_bytes()) if self.num_ranks > 1 else None
-        answers = self.exchange((mark, self._node_name), "manifest")
-        leaders_mark = answers[0][0]
-        for rank, (mark, node) in enumerate(answers):
-            if leaders_mark not in (None, mark):
-                finds = "finds no" if mark is None else "finds another"
-                raise CheckpointError(
-                    f"rank {rank} on {node} {finds} {path} than rank 0: {tag.parent} is not the "
-                    f"same folder on every node. {ADVICE}"
-                )
-
     def check_opened(self, tag: Path, mark: int) -> None:
-        """Raise CheckpointError, on every rank, unless all have opened the same save.
-
-        A race: a saver may replace the tag between one rank's opening and another's.
-        """
-        marks = self.exchange(mark, "open tags")
-        for rank, other_mark in enumerate(marks):
-            if other_mark != marks[0]:
+        """Raise CheckpointError, on every rank, unless all have opened the same save."""
+        answers = self.exchange((mark, self._node_name), "open tags")
+        for rank, (other, node) in enumerate(answers):
+            if other != answers[0][0]:
                 raise CheckpointError(
-                    f"{tag}: was replaced while it was loaded: rank {rank} has opened another "
-                    "save of it than rank 0. Load it again"
+                    f"{tag}: rank {rank} on {node} has opened another save of it than rank 0: it "
+                    f"was replaced meanwhile, or {tag.parent} is not the same folder on every "
+                    f"node. {ADVICE}"
                 )

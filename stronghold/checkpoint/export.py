@@ -17,15 +17,7 @@ from torch import Tensor
 
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.files import DTYPES, HeldFile, write_durably
-from stronghold.checkpoint.format import (
-    BUFFERS,
-    CONFIG,
-    LARGEST_BYTES,
-    LOW,
-    MANIFEST,
-    WEIGHTS,
-    StoredParameter,
-)
+from stronghold.checkpoint.format import BUFFERS, CONFIG, LOW, MANIFEST, WEIGHTS, StoredParameter
 from stronghold.checkpoint.tag import Tag, pieces
 from stronghold.checkpoint.tensor_files import NUM_THREADS, TensorHeader, bytes_of, write_tensors
 from stronghold.devices.threads import Workers
@@ -78,7 +70,6 @@ def export_hf(
         described = _read_config(tag.file(CONFIG)) if has_config and model_dir is None else None
         with directory.appearing(out) as hidden:
             _write_shards(hidden, _shards(_exports(tag), max_shard_bytes), threads)
-            tag.check_unchanged()
             dtype = str(DTYPES[manifest.dtype]).removeprefix("torch.")
             _write_small_files(hidden, described, model_dir, {"dtype": dtype})
     return sorted(out.iterdir())
@@ -161,13 +152,11 @@ def _write_small_files(
 
 
 def _read_config(file: HeldFile) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises CheckpointError for another content."""
+    """Return the JSON object in a file. Raises CheckpointError if it cannot be read."""
     try:
-        described = json.loads(file.read(LARGEST_BYTES))
-    except (ValueError, RecursionError) as error:
+        described: dict[str, Any] = json.loads(file.read())
+    except ValueError as error:
         raise CheckpointError(f"{file.path}: cannot be read as JSON: {error}") from error
-    if not isinstance(described, dict):
-        raise CheckpointError(f"{file.path}: got {type(described).__name__}, expected an object")
     return described
 
 

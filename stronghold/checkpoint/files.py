@@ -11,15 +11,11 @@ disk's error ends the process by SIGBUS.
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
-import resource
-import stat
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -95,45 +91,29 @@ class HeldFile:
     """Holds one file open, from its verification to its last read.
 
     Another file may take its name meanwhile. All reads are of the file that was opened. `within` is
-    the descriptor of its directory, or None to open `path`. Raises MissingError without the file.
-    Raises CheckpointError if it is no regular file: a pipe would never end.
+    the descriptor of its directory, or None to open `path`. Raises MissingError without the file,
+    and CheckpointError if it cannot be opened.
     """
 
     def __init__(self, path: Path, within: int | None = None) -> None:
         self.path = path
+        name = path if within is None else path.name
         try:
-            self._descriptor = _open(path if within is None else Path(path.name), within)
+            self._descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=within)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise MissingError(f"{path}: the file is missing") from error
-        # ValueError: a name that no file can have
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        self._close = weakref.finalize(self, os.close, self._descriptor)
-        status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise CheckpointError(f"{path}: cannot be read: it is no regular file")
-        self.num_bytes = status.st_size
-        self._opened = status.st_size, status.st_mtime_ns
+        self.num_bytes = os.fstat(self._descriptor).st_size
 
     def close(self) -> None:
-        """Close the file. Nothing can be read any more."""
-        self._descriptor = -1
-        self._close()
+        """Close the file. Nothing can be read any more. Call it once."""
+        os.close(self._descriptor)
 
     @property
     def system_path(self) -> str:
         """A path of this very file, even if another file has its name now."""
         return f"/proc/self/fd/{self._descriptor}"
-
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError if this very file was written to since it was opened."""
-        status = os.fstat(self._descriptor)
-        if (status.st_size, status.st_mtime_ns) != self._opened:
-            raise CheckpointError(
-                f"{self.path}: was written to while it was read; what was read of it may be of two "
-                "states. Load it again when no program writes to it"
-            )
 
     def read_into(self, view: memoryview, begin: int, content: str) -> None:
         """Fill `view` with the bytes from `begin` on.
@@ -147,44 +127,11 @@ class HeldFile:
                 raise CheckpointError(f"{self.path}: cut off inside {content}")
             view, begin = view[count:], begin + count
 
-    def read(self, largest: int) -> bytes:
-        """Return all bytes. Raises CheckpointError for a file of more than `largest` bytes."""
-        if self.num_bytes > largest:
-            raise CheckpointError(
-                f"{self.path}: {self.num_bytes} bytes, expected at most {largest}"
-            )
+    def read(self) -> bytes:
+        """Return all bytes."""
         data = bytearray(self.num_bytes)
         self.read_into(memoryview(data), 0, "the file")
         return bytes(data)
-
-    def reader(self) -> BinaryIO:
-        """Open a stream over the file, from its beginning."""
-        return open(self.system_path, "rb")
-
-
-def _open(path: Path, within: int | None) -> int:
-    """The descriptor of a file. It raises the soft limit of descriptors if that is reached.
-
-    Raises OSError. At the hard limit, the message says how to raise it.
-    """
-    # or a pipe without a writer would hang
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        return os.open(path, flags, dir_fd=within)
-    except OSError as error:
-        # A load holds three files of every layer, and 1024 descriptors are the usual soft limit.
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if error.errno != errno.EMFILE:
-            raise
-        if soft == hard:
-            raise OSError(
-                errno.EMFILE,
-                f"this process may open {hard} files, and a load opens three of each layer and "
-                "rank at once: raise the limit (ulimit -Hn 4096 as root, docker run --ulimit "
-                "nofile=4096)",
-            ) from error
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        return os.open(path, flags, dir_fd=within)
 
 
 class TensorInfo(NamedTuple):
@@ -210,9 +157,8 @@ class TensorFile:
     file is damaged or is no safetensors file.
     """
 
-    def __init__(self, file: HeldFile | Path) -> None:
-        self._file = file if isinstance(file, HeldFile) else HeldFile(file)
-        self.path = self._file.path
+    def __init__(self, file: HeldFile) -> None:
+        self._file, self.path = file, file.path
         self.tensors: dict[str, TensorInfo] = {}
         length = bytearray(8)
         with self._opened() as opened:
@@ -231,7 +177,7 @@ class TensorFile:
         try:
             with safe_open(self._file.system_path, "pt") as opened:
                 yield opened
-        except (SafetensorError, KeyError, OverflowError) as error:
+        except (SafetensorError, KeyError) as error:
             raise CheckpointError(
                 f"{self.path}: cut off, or not a safetensors file: {error}"
             ) from error

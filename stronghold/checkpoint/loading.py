@@ -22,7 +22,7 @@ from stronghold.checkpoint.format import BUFFERS, LOW, STATE, WEIGHTS, StoredPar
 from stronghold.checkpoint.saving import named_groups, persistent_buffers
 from stronghold.checkpoint.state import unpack_state
 from stronghold.checkpoint.tag import PIECE_NUMEL, Tag
-from stronghold.errors import CheckpointError, ConfigError, ErrorPage, did_you_mean
+from stronghold.errors import ConfigError, ErrorPage, did_you_mean
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import LOW_DTYPE, States, group_size
 from stronghold.train.job import Job
@@ -196,13 +196,6 @@ class Load:
                 f"and this optimizer's {list(map(len, live_names))}{hint}, or in another order; "
                 f"{ANEW}"
             )
-        for index, (group, stored) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            for key, value in stored.items():
-                if key in group and key != "params" and not is_like(group[key], value):
-                    raise CheckpointError(
-                        f"{self._path}: groups.{index}.{key}: got {value!r:.80}, expected what can "
-                        f"take the place of {group[key]!r}; {ANEW}"
-                    )
 
     def _check_moments(self) -> None:
         """Raise ConfigError if moments of another optimizer than the parameter's were saved."""
@@ -235,7 +228,7 @@ class Load:
         updates and hyper-parameters too. `custom(src=state_dict, dst=model)` places the weights in
         its place, as in DeepSpeed: masters then become these weights.
 
-        Waits for the disk. Raises CheckpointError if a file changed while it was read.
+        Waits for the disk.
         """
         job, loads_states = self._job, self._optimizer is not None
         if custom is not None:
@@ -259,7 +252,6 @@ class Load:
                     buffer.data.copy_(self._tag.tensors(BUFFERS).read(name))
         if self._optimizer is not None:
             self._load_groups(self._optimizer)
-        self._tag.check_unchanged()
 
     def _fill(self, layer: Layer, array: str, matches: Sequence[Match]) -> None:
         """Write one array of these parameters of a layer."""
@@ -340,22 +332,6 @@ def _arrays(layer: Layer) -> Iterator[str]:
     yield WEIGHTS
     if layer.states is not None:
         yield from (array for array in layer.states.dtypes if array != WEIGHTS)
-
-
-def is_like(live: Any, saved: Any) -> bool:
-    """Return True if a saved hyper-parameter can take the place of this live one."""
-    if isinstance(live, tuple | list):
-        return (
-            isinstance(saved, tuple | list)
-            and len(live) == len(saved)
-            and all(map(is_like, live, saved))
-        )
-    if isinstance(live, bool | str):
-        return type(saved) is type(live)
-    if isinstance(live, int | float | torch.Tensor):
-        # Numbers that a double can hold. A larger integer would raise.
-        return type(saved) is float or (type(saved) is int and abs(saved) < 2**63)
-    return True
 
 
 def listed(names: list[str]) -> str:

@@ -168,7 +168,7 @@ class Save:
             undo.callback(_remove_empty, parent)
         name = team.all_or_raise(
             lambda: (
-                undo.enter_context(directory.hidden_directory(parent, self._path.name)).name
+                undo.enter_context(directory.hidden_directory(self._path)).name
                 if team.leader
                 else ""
             )

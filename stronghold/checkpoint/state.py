@@ -24,14 +24,14 @@ from stronghold.errors import CheckpointError
 logger = logging.getLogger("stronghold")
 
 NOTE = "the weights are in the .safetensors files beside this one: see `stronghold export`"
-# For each key of the file: the field, and the types of its values.
-STORED: dict[str, tuple[str, tuple[type, ...]]] = {
-    "lr_scheduler": ("scheduler", (dict, type(None))),
-    "data_sampler": ("loader", (object,)),
-    "loss_scaler": ("loss_scale", (dict, type(None))),
-    "client_state": ("client", (dict,)),
-    "random": ("random", (dict,)),
-    "random_of_ranks": ("random_of_ranks", (list, type(None))),
+# The file's keys: DeepSpeed's for a schedule and a data loader.
+FIELDS = {
+    "lr_scheduler": "scheduler",
+    "data_sampler": "loader",
+    "loss_scaler": "loss_scale",
+    "client_state": "client",
+    "random": "random",
+    "random_of_ranks": "random_of_ranks",
 }
 
 
@@ -77,7 +77,7 @@ def restore_random_states(states: dict[str, Any] | None, device: Device) -> None
 
 def pack_state(state: ClientState, counters: dict[str, int], versions: dict[str, str]) -> bytes:
     """Return the file's bytes. Later changes of live state dicts do not reach them."""
-    fields = {key: getattr(state, name) for key, (name, _) in STORED.items()}
+    fields = {key: getattr(state, name) for key, name in FIELDS.items()}
     stored = {
         **counters,
         "module": None,
@@ -99,10 +99,11 @@ def unpack_state(file: HeldFile, *, trusted: bool) -> ClientState | None:
     program's classes in a client state, a schedule or a data loader. A `trusted` file with such
     objects is unpickled, as DeepSpeed's are. For another one the result is None, with a warning.
 
-    Raises CheckpointError if the file is damaged, or has values that `pack_state` does not write.
+    The file has the bytes of `pack_state`: the caller has checked them. Raises CheckpointError if
+    an object of the program's cannot be made.
     """
     try:
-        return _checked(_load(file, weights_only=True))
+        return _load(file, weights_only=True)
     except Exception as error:  # torch's own unpickler has no one type of error
         if not trusted:
             logger.warning(
@@ -113,9 +114,7 @@ def unpack_state(file: HeldFile, *, trusted: bool) -> ClientState | None:
             )
             return None
     try:
-        return _checked(_load(file, weights_only=False))
-    except CheckpointError:
-        raise
+        return _load(file, weights_only=False)
     except Exception as error:  # code of the file may raise any exception
         raise CheckpointError(f"{file.path}: {error!r}") from error
 
@@ -126,30 +125,12 @@ def unsafe_reason(error: Exception) -> str:
     return named[1] if named else next(iter(str(error).splitlines()), repr(error))
 
 
-def _load(file: HeldFile, *, weights_only: bool) -> Any:
+def _load(file: HeldFile, *, weights_only: bool) -> ClientState:
     # The classes of NumPy's generator state; the names are those of NumPy 2 and of NumPy 1.
     rebuild = np.empty(0).__reduce__()[0]
     arrays: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32))]
     names = [f"numpy.{core}.multiarray._reconstruct" for core in ("_core", "core")]
     allowed = [*arrays, *((rebuild, name) for name in names)]
-    with file.reader() as stream, torch.serialization.safe_globals(allowed):
-        return torch.load(stream, map_location="cpu", weights_only=weights_only)
-
-
-def _checked(stored: Any) -> ClientState:
-    """The state. Raises ValueError, KeyError or TypeError for values that no save writes."""
-    for key, (_, types) in STORED.items():
-        if not isinstance(stored.get(key), types):
-            raise ValueError(f"{key}: got {type(stored.get(key)).__name__}")
-    fields = {name: stored.get(key) for key, (name, _) in STORED.items()}
-    state = ClientState(**fields)
-    for key, number in (state.loss_scale or {}).items():
-        if not isinstance(number, int | float):
-            raise ValueError(f"loss_scaler.{key}: got {number!r}, expected a number")
-    for states in (state.random, *(state.random_of_ranks or ())):
-        random.Random().setstate(states["python"])
-        np.random.RandomState().set_state(states["numpy"])
-        torch.Generator().set_state(states["torch"])
-        if not isinstance(states["device"], torch.Tensor | None):
-            raise ValueError("random.device: expected a tensor")
-    return state
+    with open(file.system_path, "rb") as stream, torch.serialization.safe_globals(allowed):
+        stored = torch.load(stream, map_location="cpu", weights_only=weights_only)
+    return ClientState(**{name: stored[key] for key, name in FIELDS.items()})

@@ -63,7 +63,7 @@ def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: st
 
     safetensors knows no ties: it gets the first of tied names. torch's format keeps ties.
     """
-    with directory.hidden_directory(save_dir, filename) as hidden:
+    with directory.hidden_directory(save_dir / filename) as hidden:
         if filename.endswith(".safetensors"):
             first: dict[int, str] = {}
             for name, value in weights.items():

@@ -172,7 +172,6 @@ class Checkpoints:
             logger.warning("load_checkpoint: no file named latest in %s; nothing is loaded", root)
             return None, None
         name = directory.check_tag(tag)
-        team.check_same(root / name)
         path = team.all_or_raise(directory.resolve, root, name)
         load = team.all_or_raise(
             Load,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import itertools
-import logging
 import os
 import random
 import select
 import signal
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -26,14 +22,8 @@ from stronghold.checkpoint.files import write_durably
 from stronghold.checkpoint.tensor_files import TensorHeader, write_tensors
 from stronghold.checkpoint.weights import write_weights
 from stronghold.devices.threads import Workers
-from tests.support.checkpoints import (
-    BESIDE_TAGS,
-    make_model,
-    resume,
-    session,
-    train,
-    without_exchange,
-)
+from stronghold.errors import CheckpointError
+from tests.support.checkpoints import BESIDE_TAGS, resume, session, train, without_exchange
 from tests.support.children import Child
 
 OPTIONS: dict[str, Any] = {"precision": "bf16", "clipping": 0.5}
@@ -111,9 +101,12 @@ def test_kill_9_at_a_random_instant_costs_one_save(tmp_path: Path) -> None:
     crash_and_load(tmp_path, kills=4, seed=0)
     with session(**OPTIONS) as engine:
         engine.load_checkpoint(tmp_path)
-        engine.save_checkpoint(tmp_path)
-    hidden = [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
-    assert hidden == [], "the next save removes what dead processes left"
+        for _ in range(2):
+            train(engine, 1)
+            engine.save_checkpoint(tmp_path)
+        engine.save_checkpoint(tmp_path, tag=REPEATED)
+    hidden = [path.name for path in tmp_path.glob(".*.saving")]
+    assert hidden == [], "the next save of a tag replaces what a dead process left"
 
 
 @pytest.mark.slow
@@ -121,111 +114,6 @@ def test_kill_9_fifty_times(tmp_path: Path) -> None:
     cut = crash_and_load(tmp_path, kills=50, seed=1)
     print(f"50 kills, {cut} of them within a save; the newest complete checkpoint loaded 50 times")
     assert cut >= 10, f"only {cut} of 50 kills hit a save: the test shows little"
-
-
-def leftover(save_dir: Path, tag: str = "old") -> Path:
-    """A hidden directory as a save that was killed leaves it: no process has its lock."""
-    left = save_dir / directory.hidden_name(tag)
-    left.mkdir()
-    (left / "file").touch()
-    return left
-
-
-def save_begins(save_dir: Path, tag: str = "tag") -> None:
-    """The next save into the directory begins, and fails."""
-    with directory.hidden_directory(save_dir, tag):
-        pass
-
-
-def test_leftovers_of_a_living_process_are_kept(tmp_path: Path) -> None:
-    with directory.hidden_directory(tmp_path, "one") as first:
-        save_begins(tmp_path, "two")
-        assert first.is_dir()
-        dead = leftover(tmp_path)
-        save_begins(tmp_path, "three")
-        assert first.is_dir()
-        assert not dead.exists()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_leftovers_of_another_user_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = leftover(tmp_path)
-    if os.geteuid() == 0:
-        os.chown(left, 12345, -1)
-    else:
-        monkeypatch.setattr(directory.os, "geteuid", lambda: os.getuid() + 1)
-    save_begins(tmp_path)
-    assert left.exists()
-
-
-def test_a_link_in_the_place_of_a_leftover_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / directory.hidden_name("tag")).symlink_to(tmp_path / "theirs")
-    save_begins(tmp_path)
-    assert (tmp_path / "theirs").is_dir()
-
-
-def test_leftovers_on_a_file_system_without_locks_are_kept_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(directory.fcntl, "flock", refuse)
-    left = leftover(tmp_path)
-    with caplog.at_level(logging.WARNING, "stronghold"):
-        save_begins(tmp_path)
-    assert left.exists()
-    assert str(left) in caplog.records[0].message
-
-
-def test_a_hidden_directory_that_another_save_takes_for_a_leftover_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between its making and its lock."""
-    lock, stolen = directory.lock_directory, []
-
-    def late(descriptor: int) -> bool | None:
-        if not stolen:
-            (path,) = tmp_path.iterdir()
-            stolen.append(path)
-            directory.remove(path)
-        return lock(descriptor)
-
-    monkeypatch.setattr(directory, "lock_directory", late)
-    with directory.hidden_directory(tmp_path, "tag") as hidden:
-        assert hidden.is_dir()
-        assert hidden != stolen[0]
-
-
-IN_A_CONTAINER = """
-import sys
-from pathlib import Path
-from stronghold.checkpoint import directory
-with directory.hidden_directory(Path(sys.argv[1]), "tag") as hidden:
-    print(hidden, flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-def test_a_save_in_a_container_of_the_same_host_name_is_left_alone(tmp_path: Path) -> None:
-    container = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    if os.geteuid() != 0 or subprocess.run([*container, "true"], check=False).returncode:
-        pytest.skip("this user may make no PID name space")
-    command = [*container, sys.executable, "-c", IN_A_CONTAINER, str(tmp_path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        theirs = Path(process.stdout.readline().strip())
-        assert theirs.is_dir()
-        with directory.hidden_directory(tmp_path, "tag") as hidden:
-            assert theirs.is_dir()
-            assert hidden != theirs
-        process.communicate("")
-    assert not theirs.exists()
 
 
 KILLED = """
@@ -241,45 +129,34 @@ weights.write_weights({}, Path(sys.argv[1]), "pytorch_model.bin")
 def test_the_next_file_of_weights_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     assert Child(KILLED, tmp_path).wait() == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".pytorch_model.bin.tmp-")
+    assert left.name == ".pytorch_model.bin.saving"
     write_weights({}, tmp_path, "pytorch_model.bin")
     assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
 
 
-def test_two_engines_that_save_one_tag_beside_each_other_leave_a_whole_one(tmp_path: Path) -> None:
-    section = {"async_checkpoint": True}
-    with (
-        session(section=section, **OPTIONS) as one,
-        session(make_model(seed=1), section=section, **OPTIONS) as two,
-    ):
-        for _ in range(5):
-            for engine in (one, two):
-                train(engine, 1)
-                engine.save_checkpoint(tmp_path, tag=REPEATED)
-            for engine in (one, two):
-                engine.wait_for_checkpoint()
-            assert {path.name for path in tmp_path.iterdir()} == {REPEATED, *BESIDE_TAGS}
-            saved = [engine.module_state_dict()["transformer.wte.weight"] for engine in (one, two)]
-            saved = [values.clone() for values in saved]
-            with session(**OPTIONS) as third:
-                third.load_checkpoint(tmp_path)
-                found = third.module_state_dict()["transformer.wte.weight"]
-                assert any(torch.equal(found, values) for values in saved)
-
-
-def test_a_link_in_the_place_of_the_hidden_latest_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    victim, planted = tmp_path / "victim", directory.hidden_name("latest")
-    victim.write_text("theirs")
-    (tmp_path / planted).symlink_to(victim)
-    directory.write_latest(tmp_path, "tag")
-    assert directory.read_latest(tmp_path) == "tag"
-    assert (tmp_path / planted).is_symlink(), "another name is used every time"
-    monkeypatch.setattr(directory, "hidden_name", lambda *_: planted)
-    with pytest.raises(FileExistsError):
-        directory.write_latest(tmp_path, "tag")
-    assert victim.read_text() == "theirs"
+def test_a_second_save_of_a_tag_is_refused_while_one_runs(tmp_path: Path) -> None:
+    """Also by this process. A forked child does not prolong the first one."""
+    with directory.appearing(tmp_path / "tag") as hidden:
+        (hidden / "file").write_text("first")
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        with (
+            pytest.raises(CheckpointError, match="tag: another save of it has not ended"),
+            directory.appearing(tmp_path / "tag"),
+        ):
+            pass
+        with directory.appearing(tmp_path / "other"):
+            pass
+    try:
+        assert (tmp_path / "tag" / "file").read_text() == "first"
+        with directory.appearing(tmp_path / "tag") as hidden:
+            (hidden / "file").write_text("second")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert (tmp_path / "tag" / "file").read_text() == "second"
+    assert {path.name for path in tmp_path.iterdir()} == {"tag", "other"}
 
 
 def save_and_die(save_dir: Path, content: str, number: int) -> None:
@@ -340,9 +217,10 @@ def test_a_crash_before_any_call_leaves_the_old_tag_or_the_new_one(
         contents = [path.read_text()[-3:] for path in sorted(tag.iterdir())]
         assert contents in (["old"] * 2, ["new"] * 2)
         seen.append(contents[0])
-        save_begins(save_dir, "another")
-        assert sorted(path.name for path in save_dir.iterdir()) == sorted(["tag", *BESIDE_TAGS])
-        assert [path.read_text()[-3:] for path in sorted(tag.iterdir())] == contents
+        with directory.appearing(save_dir / "tag") as hidden:
+            (hidden / "one").write_text("again")
+        assert [path.read_text() for path in tag.iterdir()] == ["again"]
+        assert [path.name for path in save_dir.glob("*tag*")] == ["tag"]
         if status == 0:
             break
         assert os.WIFSIGNALED(status), number
@@ -372,10 +250,10 @@ def test_a_tag_that_stepped_aside_comes_back(
         train(engine, 1)
         engine.save_checkpoint(tmp_path)
         tag = tmp_path / "global_step1"
-        tag.rename(tmp_path / directory.hidden_name(tag.name, "old"))
+        tag.rename(tmp_path / ".global_step1.replaced")
         engine.load_checkpoint(tmp_path)
         assert tag.is_dir()
-        tag.rename(tmp_path / directory.hidden_name(tag.name, "old"))
+        tag.rename(tmp_path / ".global_step1.replaced")
         engine.save_checkpoint(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", *BESIDE_TAGS]
         engine.load_checkpoint(tmp_path)

@@ -244,5 +244,7 @@ def measure_spilled(work: Path) -> dict[str, int]:
 def test_spilled_state_is_saved_and_loaded_within_one_layer(tmp_path: Path) -> None:
     found = in_a_process(measure_spilled, tmp_path)
     print(found)
-    for what, size in found.items():  # beside the layer, the block through which its arrays pass
-        assert size <= 14 * WIDTH * WIDTH + BLOCK_BYTES, (what, found)
+    for what, size in found.items():
+        # a file passes five blocks of 16 MiB: a layer's, or that of all weights
+        file = WIDTH * WIDTH * (2 * LAYERS if what == "save_16bit_model" else 14)
+        assert size <= file + BLOCK_BYTES, (what, found)  # and arrays in files pass a block
