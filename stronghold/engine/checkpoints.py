@@ -17,11 +17,11 @@ import torch
 
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.directory import CheckpointRanks
+from stronghold.checkpoint.export import live_weights, write_weights
 from stronghold.checkpoint.format import COUNTERS, GAS, STATE
 from stronghold.checkpoint.loading import Load
 from stronghold.checkpoint.saving import Save
 from stronghold.checkpoint.state import ClientState, random_states, restore_random_states
-from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.errors import ConfigError
 from stronghold.train.job import Job
 from stronghold.train.optimizer import EngineOptimizer, restore_scaler, scaler_state

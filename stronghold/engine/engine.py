@@ -42,8 +42,7 @@ from stronghold.engine.planner import Planner
 from stronghold.engine.refusals import REFUSED, check_loss, refused_method
 from stronghold.errors import ConfigError, did_you_mean, format_size
 from stronghold.plan.plan import Plan
-from stronghold.telemetry.metrics import StepRecord, batch_size
-from stronghold.telemetry.start import Start
+from stronghold.telemetry.metrics import Start, StepRecord, batch_size
 from stronghold.train.guards import NO_TRANSFORMS, StateHooks, check_free
 from stronghold.train.job import Job, MemoryReport
 from stronghold.train.named_weights import named_weights

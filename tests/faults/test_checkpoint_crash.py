@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from stronghold.checkpoint import directory
+from stronghold.checkpoint.export import write_weights
 from stronghold.checkpoint.files import write_durably
 from stronghold.checkpoint.tensor_files import TensorHeader, write_tensors
-from stronghold.checkpoint.weights import write_weights
 from stronghold.devices.threads import Workers
 from stronghold.errors import CheckpointError
 from tests.support.checkpoints import BESIDE_TAGS, resume, session, train, without_exchange
@@ -120,9 +120,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from stronghold.checkpoint import weights
+from stronghold.checkpoint import export
 torch.save = lambda _, path: (path.touch(), os.kill(os.getpid(), signal.SIGKILL))
-weights.write_weights({}, Path(sys.argv[1]), "pytorch_model.bin")
+export.write_weights({}, Path(sys.argv[1]), "pytorch_model.bin")
 """
 
 

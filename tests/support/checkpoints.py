@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import stronghold
-from stronghold.checkpoint import saving, tensor_files
+from stronghold.checkpoint import saving
 from stronghold.tools.cli import main
 from tests.support.training import config, moments_of, on
 
@@ -144,11 +142,6 @@ def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> N
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert torch.equal(value, two[name]), f"{name} differs"
-
-
-def record_of(data: bytes) -> dict[str, Any]:
-    """What a manifest says of a file that has this content."""
-    return asdict(tensor_files.small_record(data)) | {"crc32": [zlib.crc32(data)]}
 
 
 def held_saves(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
