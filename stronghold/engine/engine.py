@@ -10,8 +10,7 @@ DeepSpeed: everything that a user, an LR schedule or a monitor reads. It never m
 2. It runs none of that class's core, and never calls its `__init__`.
 3. Inherited one-line accessors read the `DeepSpeedConfig` that this engine keeps.
 4. `engine.refusals` lists the methods that cannot apply. Each raises its reason.
-5. `engine.attributes` lists the public attributes that this engine never reads.
-6. Tests walk the installed class. They fail for a public name that has none of these places.
+5. Tests walk the installed class. They fail for a method that has none of these places.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Effects of a divided call: changes that a block makes beside its output.
+"""Effects of a divided call: what a block does beside its output.
 
 [Note: what a block holds] The first chunk may make attributes, buffers, lists and objects of the
 block's modules: a table of positions is the same for all chunks. A later change belongs to one
@@ -9,6 +9,11 @@ globals, closures, large NumPy arrays, and the inside of objects of C.
 dropout and gradients. They must be equal but for rounding. So a norm or a sum over the batch is
 noticed before it trains. The first of these three calls may change what the block holds, as the
 first chunk may.
+
+[Note: hooks inside] Hooks on the modules inside a divided block wait while the chunks run. After
+the last chunk they are called as for the whole batch, with the joined arguments and output.
+Transformers' recorders (router logits, attentions, hidden states) are such hooks. Hooks that could
+change a chunk, and hooks on gradients, are refused by name. The engine's own hooks are let through.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import enum
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,9 +33,88 @@ from torch.utils._pytree import tree_map_only
 
 from stronghold.devices.device import random_state, set_random_state
 from stronghold.errors import ConfigError
-from stronghold.train.chunk_hooks import Records
+from stronghold.private import has_gradient_hooks
 from stronghold.train.chunk_values import KEY, Call, join, split, tensors_of
+from stronghold.train.guards import OwnHook
 from stronghold.train.interrupts import run_and_restore
+
+# -- hooks inside a block -------------------------------------------------------------------------
+Records = list[tuple[Any, ...]]  # of a chunk: (hook, what it was to be called with), in order
+
+
+class InnerHooks:
+    """The hooks on the modules inside one block, and on their gradients ([Note: hooks inside])."""
+
+    def __init__(self, block_name: str, block: nn.Module) -> None:
+        self._block_name = block_name
+        self._modules: dict[str, nn.Module] = {}
+        self._forwards: dict[str, Any] = {}  # the instances' own, which replace their classes'
+        for name, module in block.named_modules():
+            if module is not block:
+                self._modules[name] = module
+                self._forwards[name] = vars(module).get("forward")
+
+    def refuse(self) -> None:
+        """ConfigError for what would see, or change, the call of a chunk as that of the batch."""
+        for name, module in self._modules.items():
+            if vars(module).get("forward") is not self._forwards[name]:
+                found = "forward that was replaced after initialize"
+            elif not all(isinstance(hook, OwnHook) for hook in module._forward_pre_hooks.values()):
+                found = "hook before its forward"
+            elif has_gradient_hooks(module):
+                found = "hook on its gradient"
+            else:
+                continue
+            raise ConfigError(
+                f"{KEY}: {self._block_name}.{name} has a {found}, which would get a chunk in place "
+                f"of the batch: put it on {self._block_name}, or leave the key out"
+            )
+
+    def counts(self) -> tuple[tuple[str, int], ...]:
+        """Return the hooked modules' names inside the block, each with the number of its hooks."""
+        counts = []
+        for name, module in self._modules.items():
+            if hooks := module._forward_hooks:
+                counts.append((name, len(hooks)))
+        return tuple(counts)
+
+    def run(
+        self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Records]:
+        """Call `forward`, and return its output and the calls of the hooks, which wait."""
+        records: Records = []
+        waiting = []
+        for name, _ in self.counts():
+            table = self._modules[name]._forward_hooks
+            waiting.append((table, dict(table)))
+
+        def work() -> Any:
+            for table, hooks in waiting:
+                for key, hook in hooks.items():
+                    table[key] = partial(_record, records, hook)
+            return forward(*args, **kwargs)
+
+        def restore() -> None:
+            for table, hooks in waiting:
+                for key in table.keys() & hooks.keys():
+                    table[key] = hooks[key]
+
+        return run_and_restore(work, restore), records
+
+    def call(self, records: Records) -> None:
+        """Call the hooks that waited. ConfigError for one that returns another output."""
+        for hook, *given in records:
+            if hook(*given) is not None:
+                raise ConfigError(
+                    f"{KEY}: a forward hook on a {type(given[0]).__name__} in {self._block_name} "
+                    "returns another output, which chunks have not got: let it return None, or "
+                    "leave the key out"
+                )
+
+
+def _record(records: Records, hook: Callable[..., Any], *given: Any) -> None:
+    records.append((hook, *given))
+
 
 # -- what a block holds ----------------------------------------------------------------------------
 MAX_DEPTH = 5  # of containers and objects inside one another

@@ -43,8 +43,7 @@ from stronghold.private import (
     hooks_after_gradient,
     will_execute,
 )
-from stronghold.train.chunk_effects import Held, containers_of, tried
-from stronghold.train.chunk_hooks import InnerHooks, Records
+from stronghold.train.chunk_effects import Held, InnerHooks, Records, containers_of, tried
 from stronghold.train.chunk_values import KEY, Call, batch_of, join, split, tensors_of
 from stronghold.train.interrupts import run_and_restore
 from stronghold.train.key_value_caches import is_cache

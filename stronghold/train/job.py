@@ -40,7 +40,7 @@ from stronghold.model.partition import (
     partition,
     why_no_blocks,
 )
-from stronghold.model.stored_tensors import stored_tensors
+from stronghold.model.stored_tensors import CAST, COMPUTED, OWN, stored_tensors, training_dtypes
 from stronghold.optim.states import states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.estimate import StepEstimate
@@ -51,7 +51,6 @@ from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 from stronghold.train import fragments
 from stronghold.train.demand import FreeResources, demand_of, pinned_activations, ram_bytes
-from stronghold.train.formats import CAST, COMPUTED, OWN, training_dtypes
 from stronghold.train.guards import COMPILED_WHOLE, Written
 from stronghold.train.key_value_caches import forbid_caches
 from stronghold.train.layer import Layer, layers_of, layout_of

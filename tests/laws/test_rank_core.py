@@ -14,9 +14,9 @@ import torch
 
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import RankError
+from stronghold.model.stored_tensors import OWN
 from stronghold.optim.states import PAGE_BYTES
 from stronghold.plan.memory import SUM_BUFFERS
-from stronghold.train.formats import OWN
 from tests.laws.test_adapters import CASES
 from tests.laws.test_bits import STEPS, never, plain
 from tests.laws.test_core import AXES as OF_ONE

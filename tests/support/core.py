@@ -21,13 +21,12 @@ from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import HeldTensors
 from stronghold.model.packed_weight import pack_frozen
 from stronghold.model.partition import Partition, find_blocks, partition
-from stronghold.model.stored_tensors import stored_tensors
+from stronghold.model.stored_tensors import CAST, stored_tensors, training_dtypes
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import EXACT, LEAN, items, join_master, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.telemetry.metrics import Metrics
-from stronghold.train.formats import CAST, training_dtypes
 from stronghold.train.layer import Groups, Layer, layers_of, layout_of
 from stronghold.train.optimizer import make_scaler
 from stronghold.train.rank_trainer import RankTrainer

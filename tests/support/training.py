@@ -14,12 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stronghold
 from stronghold import native
+from stronghold.model.stored_tensors import CAST, COMPUTED
 from stronghold.optim.adam import Adam
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.lion import Lion
 from stronghold.optim.sgd import SGD
 from stronghold.optim.states import EXACT, StateKind, States, num_items, states_of
-from stronghold.train.formats import CAST, COMPUTED
 from tests.models import loss_of, without_caches
 from tests.support.chunked import chunk_blocks
 

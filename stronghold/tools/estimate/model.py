@@ -26,13 +26,12 @@ from stronghold.model.costs import DTYPES, ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout
 from stronghold.model.packed_weight import pack_frozen
 from stronghold.model.partition import find_blocks, partition
-from stronghold.model.stored_tensors import stored_tensors
+from stronghold.model.stored_tensors import CAST, stored_tensors, training_dtypes
 from stronghold.optim import DEFAULT
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import EXACT, StateKind
 from stronghold.private import Replacements
 from stronghold.tools.estimate.adapters import Adapters, with_adapters
-from stronghold.train.formats import CAST, training_dtypes
 from stronghold.train.layer import Groups, layers_of, layout_of
 
 CONFIG = "config.json"
