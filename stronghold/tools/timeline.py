@@ -47,8 +47,9 @@ ROUNDED_S = 2e-9  # a trace keeps nanoseconds: spans that touch may overlap by s
 
 def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:
     """Draw `arguments.file`. The answer is the path of the picture."""
+    spans = trace.read(arguments.file)
     png = arguments.output or arguments.file.with_suffix(".png")
-    draw_timeline(trace.read(arguments.file), png, step=arguments.step)
+    draw_timeline(spans, png, step=arguments.step)
     return Answer(text=str(png))
 
 
