@@ -18,10 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.checkpoint import directory
-from stronghold.checkpoint.files import DTYPES, HeldFile, raw_bytes, write_durably
+from stronghold.checkpoint.files import (
+    DTYPES,
+    NUM_THREADS,
+    HeldFile,
+    TensorHeader,
+    bytes_of,
+    raw_bytes,
+    write_durably,
+    write_tensors,
+)
 from stronghold.checkpoint.format import BUFFERS, CONFIG, LOW, MANIFEST, WEIGHTS, StoredParameter
 from stronghold.checkpoint.tag import Tag, pieces
-from stronghold.checkpoint.tensor_files import NUM_THREADS, TensorHeader, bytes_of, write_tensors
 from stronghold.devices.threads import Workers
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.model.inner_tensors import is_wrapper

@@ -28,8 +28,15 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator
 
-from stronghold.checkpoint.files import DTYPES, NAMES, HeldFile, MissingError, write_durably
-from stronghold.checkpoint.tensor_files import FileRecord, TensorHeader
+from stronghold.checkpoint.files import (
+    DTYPES,
+    NAMES,
+    FileRecord,
+    HeldFile,
+    MissingError,
+    TensorHeader,
+    write_durably,
+)
 from stronghold.errors import CheckpointError
 from stronghold.optim import optimizer_named
 from stronghold.optim.states import EXACT, StateKind, States, group_size, num_items, states_of

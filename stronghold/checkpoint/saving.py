@@ -30,17 +30,18 @@ from torch import Tensor, nn
 
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.directory import CheckpointRanks
-from stronghold.checkpoint.files import NAMES, write_durably
-from stronghold.checkpoint.format import BUFFERS, CONFIG, STATE, WEIGHTS, Manifest, StoredParameter
-from stronghold.checkpoint.state import ClientState, pack_state
-from stronghold.checkpoint.tensor_files import (
+from stronghold.checkpoint.files import (
+    NAMES,
     NUM_THREADS,
     FileRecord,
     TensorHeader,
     bytes_of,
     small_record,
+    write_durably,
     write_tensors,
 )
+from stronghold.checkpoint.format import BUFFERS, CONFIG, STATE, WEIGHTS, Manifest, StoredParameter
+from stronghold.checkpoint.state import ClientState, pack_state
 from stronghold.devices.fences import Fence, LaneName, surfacing
 from stronghold.devices.threads import Workers
 from stronghold.errors import ConfigError, LaneError

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from stronghold.checkpoint.files import HeldFile, TensorFile
+from stronghold.checkpoint.files import NUM_THREADS, HeldFile, TensorFile, check_file
 from stronghold.checkpoint.format import (
     BUFFERS,
     LOW,
@@ -27,7 +27,6 @@ from stronghold.checkpoint.format import (
     StoredParameter,
     tensor_name,
 )
-from stronghold.checkpoint.tensor_files import NUM_THREADS, check_file
 from stronghold.devices.threads import Workers
 from stronghold.native import Closeable
 from stronghold.optim.states import items, join_master

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from stronghold.errors import ConfigError, did_you_mean, explain
-from stronghold.telemetry.files import write_whole
+from stronghold.telemetry.trace import write_whole
 
 if TYPE_CHECKING:
     from stronghold.model.operators import Counts

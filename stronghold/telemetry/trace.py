@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from stronghold.errors import ConfigError
-from stronghold.telemetry.files import partial_of, write_whole
 
 STEP_LANE = "step"
 LANES = (
@@ -197,3 +196,21 @@ def _event(span: Span, row: int, rank: int, origin_s: float) -> dict[str, Any]:
         "dur": round(span.duration_s * 1e6, 3),
         "args": dict(span.args),
     }
+
+
+# -- files that a reader sees whole or not at all --------------------------------------------------
+def partial_of(path: Path) -> Path:
+    """Name of the file that this process writes before it is complete."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file by a temporary name and a rename. Make missing directories."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_of(target)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from stronghold.errors import StrongholdError
-from stronghold.tools.answer import Answer
+from stronghold.tools import Answer
 
 PACKAGES = ("torch", "triton", "deepspeed", "transformers", "accelerate", "peft", "trl", "numpy")
 # Commands and options that a version had, and what takes their place.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from stronghold.checkpoint import export
 from stronghold.config.section import parse_bytes
 from stronghold.errors import ConfigError
-from stronghold.tools.answer import Answer
+from stronghold.tools import Answer
 
 
 def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:

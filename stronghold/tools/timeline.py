@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 from stronghold.errors import ConfigError
 from stronghold.telemetry import trace
 from stronghold.telemetry.trace import STEP_LANE, Span, lane_order
-from stronghold.tools.answer import Answer
+from stronghold.tools import Answer
 
 COLOURS = {
     "forward": "#4e79a7",

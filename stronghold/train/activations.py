@@ -49,7 +49,7 @@ from stronghold.errors import ConfigError
 from stronghold.model.operators import ATTENTION_KERNELS
 from stronghold.plan.cost import ATTENTION
 from stronghold.private import Hooks, Replacements, saved_tensor_hooks
-from stronghold.train.key_value_caches import is_cache, without_cache
+from stronghold.train.guards import is_cache, without_cache
 from stronghold.train.layer import Layer
 from stronghold.train.saved_tensors import PLAIN, Handle, Keep, kept
 

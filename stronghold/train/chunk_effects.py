@@ -24,7 +24,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +36,9 @@ from stronghold.errors import ConfigError
 from stronghold.private import has_gradient_hooks
 from stronghold.train.chunk_values import KEY, Call, join, split, tensors_of
 from stronghold.train.guards import OwnHook
-from stronghold.train.interrupts import run_and_restore
+
+Result = TypeVar("Result")
+
 
 # -- hooks inside a block -------------------------------------------------------------------------
 Records = list[tuple[Any, ...]]  # of a chunk: (hook, what it was to be called with), in order
@@ -339,3 +341,21 @@ def _is_close(tensor: Tensor, expected: Tensor) -> bool:
     scale = expected.float().abs().max().clamp_min(1e-6)
     is_apart = (tensor.float() - expected.float()).abs() > limit * scale
     return not is_apart.any()
+
+
+# -- interrupts -----------------------------------------------------------------------------------
+def run_and_restore(work: Callable[[], Result], restore: Callable[[], object]) -> Result:
+    """Call `work`, then `restore`, however `work` ends.
+
+    A KeyboardInterrupt may come between any two bytecodes, also of `restore`. Then `restore` runs
+    again from its beginning. A context manager is not enough: an interrupt can come before its
+    exit, which then waits until the traceback is gone.
+    """
+    try:
+        try:
+            return work()
+        finally:
+            restore()
+    except BaseException:
+        restore()
+        raise

@@ -43,10 +43,16 @@ from stronghold.private import (
     hooks_after_gradient,
     will_execute,
 )
-from stronghold.train.chunk_effects import Held, InnerHooks, Records, containers_of, tried
+from stronghold.train.chunk_effects import (
+    Held,
+    InnerHooks,
+    Records,
+    containers_of,
+    run_and_restore,
+    tried,
+)
 from stronghold.train.chunk_values import KEY, Call, batch_of, join, split, tensors_of
-from stronghold.train.interrupts import run_and_restore
-from stronghold.train.key_value_caches import is_cache
+from stronghold.train.guards import is_cache
 from stronghold.train.layer import Layer
 
 Arrived = Callable[[Layer, Sequence[tuple[int, Tensor]], bool], None]

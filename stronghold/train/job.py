@@ -51,8 +51,7 @@ from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 from stronghold.train import fragments
 from stronghold.train.demand import FreeResources, demand_of, pinned_activations, ram_bytes
-from stronghold.train.guards import COMPILED_WHOLE, Written
-from stronghold.train.key_value_caches import forbid_caches
+from stronghold.train.guards import COMPILED_WHOLE, Written, forbid_caches
 from stronghold.train.layer import Layer, layers_of, layout_of
 from stronghold.train.optimizer import EngineOptimizer
 from stronghold.train.processes import Neighbours

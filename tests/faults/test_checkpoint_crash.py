@@ -19,8 +19,7 @@ import torch
 
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.export import write_weights
-from stronghold.checkpoint.files import write_durably
-from stronghold.checkpoint.tensor_files import TensorHeader, write_tensors
+from stronghold.checkpoint.files import TensorHeader, write_durably, write_tensors
 from stronghold.devices.threads import Workers
 from stronghold.errors import CheckpointError
 from tests.support.checkpoints import BESIDE_TAGS, resume, session, train, without_exchange

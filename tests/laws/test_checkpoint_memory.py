@@ -115,7 +115,7 @@ def write_model(shape: Any, out: Path) -> None:
     """A model directory of small random weights, a parameter at a time."""
     from transformers import LlamaForCausalLM
 
-    from stronghold.checkpoint.tensor_files import TensorHeader, bytes_of, write_tensors
+    from stronghold.checkpoint.files import TensorHeader, bytes_of, write_tensors
     from stronghold.devices.threads import Workers
 
     with torch.device("meta"):

@@ -17,17 +17,19 @@ import torch
 from safetensors.torch import load_file
 
 import stronghold
-from stronghold.checkpoint import loading, tensor_files
+from stronghold.checkpoint import files as checkpoint_files
+from stronghold.checkpoint import loading
 from stronghold.checkpoint.export import export_hf, fp32_state
-from stronghold.checkpoint.files import DTYPES, HeldFile
-from stronghold.checkpoint.tag import Tag
-from stronghold.checkpoint.tensor_files import (
+from stronghold.checkpoint.files import (
+    DTYPES,
+    HeldFile,
     TensorHeader,
     bytes_of,
     check_file,
     small_record,
     write_tensors,
 )
+from stronghold.checkpoint.tag import Tag
 from stronghold.devices.fences import LaneName
 from stronghold.devices.threads import Workers
 from stronghold.errors import CheckpointError, ConfigError
@@ -77,7 +79,7 @@ def placed(place: str, folder: Path, model: Any = None, **options: Any) -> Itera
 def small_blocks(patched: pytest.MonkeyPatch) -> None:
     """Every array of a layer takes several blocks, and several conversions."""
     patched.setattr(arrays, "BLOCK_BYTES", SMALL)
-    patched.setattr(tensor_files, "BLOCK_BYTES", SMALL)
+    patched.setattr(checkpoint_files, "BLOCK_BYTES", SMALL)
     patched.setattr(loading, "PIECE_NUMEL", 256)
     patched.setattr("stronghold.checkpoint.tag.PIECE_NUMEL", 256)
 
@@ -88,7 +90,7 @@ def contents(tag: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def threads() -> Iterator[Executor]:
-    with Workers("test", tensor_files.NUM_THREADS) as workers:
+    with Workers("test", checkpoint_files.NUM_THREADS) as workers:
         yield workers
 
 
@@ -216,7 +218,7 @@ def test_the_library_reads_what_is_written(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(checkpoint_files, "BLOCK_BYTES", block_bytes)
     tensors = {
         f"t{k}": (torch.arange(torch.Size(shape).numel()) % 127).view(shape).to(dtype)
         for k, shape in enumerate(SHAPES)
@@ -234,7 +236,7 @@ def test_the_library_reads_what_is_written(
 def test_a_disk_that_takes_no_more_is_told_with_the_file(
     threads: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(checkpoint_files, "BLOCK_BYTES", 4096)
     header = TensorHeader("a", torch.uint8, (100_000,))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10 * 4096, before[1]))

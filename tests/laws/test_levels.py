@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.checkpoint.tensor_files import write_tensors
+from stronghold.checkpoint.files import write_tensors
 from stronghold.engine.planner import HEADROOM
 from stronghold.errors import ConfigError
 from stronghold.model.costs import count_costs

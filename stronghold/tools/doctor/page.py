@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from stronghold.plan.machine import default_path
-from stronghold.tools.answer import Answer
+from stronghold.tools import Answer
 from stronghold.tools.doctor.examine import Findings, examine, gpu_name
 
 GIB = float(1 << 30)

@@ -19,7 +19,7 @@ from stronghold.devices.cuda import CudaDevice
 from stronghold.engine.dispatch import initialize
 from stronghold.limits import host_limits
 from stronghold.optim.cpu_adam import CPUAdam
-from stronghold.tools.answer import Answer
+from stronghold.tools import Answer
 from stronghold.train.job import MemoryReport
 from stronghold.train.rates import START_S, link_rates
 

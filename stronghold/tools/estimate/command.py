@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from stronghold.tools.answer import Answer, write_text
+from stronghold.tools import Answer, write_text
 from stronghold.tools.estimate.advice import with_advice
 from stronghold.tools.estimate.estimate import Estimate, estimate, with_largest_batch
 from stronghold.tools.estimate.page import config_text, page, table
