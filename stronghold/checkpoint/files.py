@@ -35,13 +35,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stronghold.errors import CheckpointError, StateError
+from stronghold.errors import CheckpointError
 from stronghold.optim.states import PAGE_BYTES
 from stronghold.train.slabs import map_slab
 
-# Pieces that are written, hashed and converted at once. They are small against any layer, and their
-# bytes are still in the cache when the checksum reads them.
-PIECE_BYTES = 4 << 20
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -206,26 +203,11 @@ class TensorFile:
         return self.tensors[name]
 
     def read_into(self, name: str, begin: int, target: torch.Tensor) -> None:
-        """Fill `target` with the elements of a tensor from `begin` on.
-
-        `target` is contiguous, of any dtype and on any device. Another dtype or device than the
-        file's and the CPU is filled piece by piece. Waits for the disk and for the copies. Raises
-        StateError if the tensor has too few elements.
-        """
+        """Fill `target` with the tensor's elements from `begin` on. It is contiguous CPU memory in
+        the tensor's dtype. Waits for the disk."""
         info = self.info(name)
-        flat = target.view(-1)
-        if begin + flat.numel() > info.numel:
-            raise StateError(f"{name}: {info.shape} does not fill the target from {begin} on")
-        is_direct = target.dtype is info.dtype and target.device.type == "cpu"
-        size = flat.numel() if is_direct else PIECE_BYTES // 4
-        buffer = flat if is_direct else torch.empty(min(size, flat.numel()), dtype=info.dtype)
-        for first in range(0, flat.numel(), max(size, 1)):
-            piece = buffer[: flat.numel() - first]
-            position = info.begin + (begin + first) * info.dtype.itemsize
-            self._file.read_into(raw_bytes(piece), position, name)
-            if not is_direct:
-                # waits: `buffer` is used again
-                flat[first : first + piece.numel()].copy_(piece)
+        position = info.begin + begin * info.dtype.itemsize
+        self._file.read_into(raw_bytes(target), position, name)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in fresh memory."""

@@ -220,9 +220,9 @@ def test_we_read_what_the_library_writes(dtype: torch.dtype, tmp_path: Path) -> 
     for name, tensor in tensors.items():
         assert torch.equal(file.read(name), tensor)
         middle = tensor.view(-1)[tensor.numel() // 3 : tensor.numel() // 2]
-        for target in (torch.empty_like(middle), torch.empty(middle.shape, dtype=torch.complex64)):
-            file.read_into(name, tensor.numel() // 3, target)
-            assert torch.equal(target, middle.to(target.dtype))
+        target = torch.empty_like(middle)
+        file.read_into(name, tensor.numel() // 3, target)
+        assert torch.equal(target, middle)
 
 
 @pytest.mark.parametrize(

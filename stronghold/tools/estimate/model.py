@@ -35,7 +35,6 @@ from stronghold.tools.estimate.adapters import Adapters, with_adapters
 from stronghold.train.layer import Groups, layers_of, layout_of
 
 CONFIG = "config.json"
-MOST_LAYERS = 1000  # eight times what the deepest models have
 
 
 class MetaModel:
@@ -145,10 +144,7 @@ def from_config(path: Path, adapters: Adapters | None = None) -> MetaModel:
             f"--model {path}: {problem}; expected a local directory of a Hugging Face model, or "
             f"its {CONFIG} (weights are not needed), or --layers, --hidden, --heads and --vocab"
         )
-    config = _read(file)
-    num_layers = getattr(config, "num_hidden_layers", None)
-    _check_depth(f"--model {file}: num_hidden_layers", num_layers)
-    return MetaModel(config, path, adapters)
+    return MetaModel(_read(file), path, adapters)
 
 
 def from_sizes(
@@ -166,16 +162,11 @@ def from_sizes(
 
     Raises ConfigError, with the option's name, if the sizes do not fit together.
     """
-    sizes = {"--layers": layers, "--hidden": hidden, "--heads": heads, "--vocab": vocab}
-    for option, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"{option}: got {size}, expected at least 1")
     if hidden % heads:
         raise ConfigError(
             f"--heads: got {heads}, expected a divisor of --hidden ({hidden}): every head has the "
             "same width"
         )
-    _check_depth("--layers", layers)
     config = _transformers("--layers").GPT2Config(
         n_layer=layers,
         n_embd=hidden,
@@ -191,15 +182,6 @@ def from_sizes(
         architectures=["GPT2LMHeadModel"],
     )
     return MetaModel(config, None, adapters)
-
-
-def _check_depth(option: str, layers: object) -> None:
-    """Raises ConfigError for more layers than can be planned: plans are tried layer by layer."""
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ConfigError(
-            f"{option}: got {layers}, expected at most {MOST_LAYERS}: a plan is found by "
-            "estimating steps layer by layer, which would take hours. Ask for fewer layers"
-        )
 
 
 def _read(file: Path) -> Any:

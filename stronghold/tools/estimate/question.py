@@ -162,14 +162,9 @@ def question_from_options(
 
     Raises ConfigError, with the option's name, for a mistake.
     """
-    for option, count in (
-        ("--batch", batch),
-        ("--seq", seq),
-        ("--accumulation", accumulation),
-        ("--chunk", chunk),
-        ("--gpus", gpus),
-        ("--nodes", nodes),
-    ):
+    sizes = {"--layers": layers, "--hidden": hidden, "--heads": heads, "--vocab": vocab}
+    counts = {"--batch": batch, "--seq": seq, "--accumulation": accumulation, "--chunk": chunk}
+    for option, count in (sizes | counts | {"--gpus": gpus, "--nodes": nodes}).items():
         if count is not None and count < 1:
             raise ConfigError(f"{option}: got {count}, expected at least 1")
     if not clipping >= 0.0:
@@ -192,12 +187,7 @@ def question_from_options(
     gpu_bytes = _bytes("--gpu", gpu, profile.gpu_memory_bytes)
     host_bytes = _bytes("--host", host, profile.host_memory_bytes)
     nvme_bytes = _bytes("--nvme", nvme, 0)
-    asked = _model(
-        model,
-        {"--layers": layers, "--hidden": hidden, "--heads": heads, "--vocab": vocab},
-        seq,
-        adapters_from_options(lora, lora_targets, frozen, precision),
-    )
+    asked = _model(model, sizes, seq, adapters_from_options(lora, lora_targets, frozen, precision))
     if nvme_bytes and None in (profile.nvme_read_gbps, profile.nvme_write_gbps):
         raise ConfigError(
             f"--nvme: the profile of {profile.name} has no disk; measure one with "
