@@ -1,8 +1,8 @@
 """Weights for programs that read no checkpoint of ours: those of a checkpoint, or of a live engine.
 
 The tensors of a checkpoint pass from file to file, a piece of one at a time. No engine and no model
-is needed. Those of an engine are a view of its host arrays, which other savers take for an ordinary
-state dict: only buffers and arrays on the GPU are copied. The training thread enters.
+is needed. Those of an engine are views of its host arrays, which other savers take for an ordinary
+state dict: only what lies on the GPU is copied. The training thread enters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from stronghold.checkpoint.files import (
     HeldFile,
     TensorHeader,
     bytes_of,
-    raw_bytes,
     write_durably,
     write_tensors,
 )
@@ -33,7 +32,7 @@ from stronghold.checkpoint.tag import Tag, pieces
 from stronghold.devices.threads import Workers
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.model.inner_tensors import is_wrapper
-from stronghold.train.job import Job
+from stronghold.private import with_own_storage
 
 Export = tuple[TensorHeader, Callable[[], Iterable[Tensor]]]
 """A tensor to be written, and what yields its bytes."""
@@ -194,43 +193,31 @@ def fp32_state(source: Path, *, exclude_frozen: bool = False) -> dict[str, Tenso
 
 
 # -- of a live engine -----------------------------------------------------------------------------
-def live_weights(job: Job, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
-    """Return the model's state dict. The caller has waited for pending updates.
+def live_weights(model: nn.Module, *, exclude_frozen: bool = False) -> dict[str, Tensor]:
+    """Return the state dict of an engine's model, on the CPU. Waits for pending updates.
 
-    Parameters are CPU tensors over the host arrays, without a copy. Each has a storage of its own
-    size. So a saver neither copies the whole array nor takes neighbours for tied weights. Arrays on
-    the GPU are copied. Tied names share a tensor. A quantised parameter stands for itself.
+    Parameters are tensors over the engine's host memory, without a copy. Each has a storage of its
+    own size. So a saver neither copies the whole array nor takes neighbours for tied weights.
+    Tensors on the GPU are copied. Tied names share a tensor. A quantised parameter stands for
+    itself.
     """
-    tensors: dict[torch.Tensor, torch.Tensor] = {}
-    for layer in job.layers:
-        buffer = job.trainer.arrays.buffer(layer)
-        views = layer.views(buffer.cpu() if layer.is_on_gpu else buffer)
-        count = layer.num_trained if exclude_frozen else len(views)
-        for parameter, values in zip(layer.parameters[:count], views[:count], strict=True):
-            tensors[parameter] = _own_storage(values)
-    weights: dict[str, torch.Tensor] = {}
-    for name, value in job.partition.model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            weights[name] = value
-        elif value in tensors:
-            weights[name] = tensors[value]
-        elif not (exclude_frozen and isinstance(value, nn.Parameter)):
-            weights[name] = value if is_wrapper(value) else _on_cpu(value)
+    weights: dict[str, Tensor] = {}
+    on_cpu: dict[int, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad:
+            continue
+        if isinstance(value, Tensor) and not is_wrapper(value):
+            if id(value) not in on_cpu:
+                on_cpu[id(value)] = _on_cpu(value)
+            value = on_cpu[id(value)]
+        weights[name] = value
     return weights
 
 
-def _on_cpu(value: torch.Tensor) -> torch.Tensor:
-    """A buffer, or an entry of a module's own (bitsandbytes' scales lie in a layer's buffer)."""
+def _on_cpu(value: Tensor) -> Tensor:
     value = value.detach().cpu().contiguous()
     is_whole = value.untyped_storage().nbytes() == value.nbytes
-    return value if is_whole else _own_storage(value)
-
-
-def _own_storage(values: torch.Tensor) -> torch.Tensor:
-    """The same memory in a storage of the tensor's own size."""
-    if not values.numel():
-        return values.clone()
-    return torch.frombuffer(raw_bytes(values), dtype=values.dtype).view(values.shape)
+    return value if is_whole or not value.numel() else with_own_storage(value)
 
 
 def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: str) -> None:

@@ -242,7 +242,7 @@ class Checkpoints:
 
     def _write_weights(self, save_dir: Path, filename: str, exclude_frozen: bool) -> None:
         if self._team.leader:
-            weights = live_weights(self._job, exclude_frozen=exclude_frozen)
+            weights = live_weights(self._job.partition.model, exclude_frozen=exclude_frozen)
             write_weights(weights, save_dir, filename)
 
     def weights(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
@@ -251,7 +251,7 @@ class Checkpoints:
         Waits for pending updates.
         """
         self._job.settle()
-        return live_weights(self._job, exclude_frozen=exclude_frozen)
+        return live_weights(self._job.partition.model, exclude_frozen=exclude_frozen)
 
 
 def _restore_scheduler(scheduler: Any, saved: dict[str, Any] | None, path: Path) -> None:
