@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ _PACKAGE = Path(__file__).resolve().parent
 _FOLDERS = (_PACKAGE / "pages" / "errors", _PACKAGE.parent / "docs" / "errors")
 
 
+@cache  # a plan is found by trying some that do not fit
 def page_link(page: ErrorPage) -> str:
     """Return the address of an error's page.
 

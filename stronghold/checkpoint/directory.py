@@ -35,7 +35,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from stronghold.checkpoint.files import HeldFile, MissingError, write_durably
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
-from stronghold.train.processes import Neighbours
+from stronghold.train.processes import RankGroup
 
 logger = logging.getLogger("stronghold")
 
@@ -232,7 +232,7 @@ class CheckpointRanks:
     leader           true on the rank that names tags, writes small files and publishes
     """
 
-    def __init__(self, ranks: Neighbours) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self._ranks, self.rank, self.num_ranks = ranks, ranks.rank, ranks.num_ranks
         self._node_name = ranks.node_name
         self.leader = self.rank == 0

@@ -31,7 +31,7 @@ from stronghold.telemetry import show_log
 from stronghold.train.optimizer import EngineOptimizer
 from stronghold.train.processes import (
     ALONE,
-    Neighbours,
+    RankGroup,
     check_initialized,
     joining,
     local_rank_of,
@@ -132,7 +132,7 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _join(device: torch.device | None, timeout: timedelta) -> Neighbours:
+def _join(device: torch.device | None, timeout: timedelta) -> RankGroup:
     """Meet the other ranks. Every rank calls it. RankError if they do not come within `timeout`."""
     if world_size() == 1:
         return ALONE

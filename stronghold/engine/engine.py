@@ -46,7 +46,7 @@ from stronghold.train.guards import NO_TRANSFORMS, StateHooks, check_free
 from stronghold.train.job import Job, MemoryReport
 from stronghold.train.named_weights import named_weights
 from stronghold.train.optimizer import EngineOptimizer, make_scaler
-from stronghold.train.processes import Neighbours, local_rank_of
+from stronghold.train.processes import RankGroup, local_rank_of
 from stronghold.train.trainer import Trainer
 
 logger = logging.getLogger("stronghold")
@@ -92,7 +92,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         lr_scheduler: Any = None,
         training_data: Any = None,
         collate_fn: Any = None,
-        ranks: Neighbours,
+        ranks: RankGroup,
     ) -> None:
         nn.Module.__init__(self)
         self._start: Start | None = Start()

@@ -24,7 +24,7 @@ from stronghold.telemetry.trace import Span
 from stronghold.train.arrays import Arrays
 from stronghold.train.job import Job, MemoryReport
 from stronghold.train.layer import Layer
-from stronghold.train.processes import Neighbours
+from stronghold.train.processes import RankGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,26 +115,6 @@ class TransferCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RanksView:
-    """This rank and the others, at the moment of the call.
-
-    rank, num_ranks            number of this rank, and of all ranks
-    node, num_nodes            number of this rank's node, and of all nodes
-    num_cores                  cores of this rank alone; 0 if it shares all of them
-    communicator_bytes         bytes of the GPU that NCCL's communicators take
-    sent_bytes                 bytes that this rank has given to collectives, by their kind
-    """
-
-    rank: int
-    num_ranks: int
-    node: int
-    num_nodes: int
-    num_cores: int
-    communicator_bytes: int = 0
-    sent_bytes: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """An engine at the moment of the call.
 
@@ -153,8 +133,7 @@ class Inspection:
     host_bytes      bytes of host memory that are held now
     torn            None, or the reason why only a load helps: the arrays belong to two steps or to
                     two checkpoints
-    ranks           this rank and the others
-    device          the live object, with its lanes
+    ranks, device   the live objects: this rank and the others; the device with its lanes
     """
 
     layers: tuple[LayerView, ...]
@@ -171,7 +150,7 @@ class Inspection:
     states: States
     host_bytes: int
     torn: str | None
-    ranks: RanksView
+    ranks: RankGroup
     device: Device
 
     def __str__(self) -> str:
@@ -216,7 +195,7 @@ def inspect(job: Job, last_step: StepRecord | None) -> Inspection:
         states=job.states,
         host_bytes=job.trainer.arrays.host_bytes,
         torn=trainer.unfinished,
-        ranks=_ranks_view(job.ranks),
+        ranks=job.ranks,
         device=job.device,
     )
 
@@ -231,16 +210,4 @@ def _layer_view(job: Job, layer: Layer) -> LayerView:
         text=repr(layer),
         _arrays=job.trainer.arrays,
         _layer=layer,
-    )
-
-
-def _ranks_view(ranks: Neighbours) -> RanksView:
-    return RanksView(
-        rank=ranks.rank,
-        num_ranks=ranks.num_ranks,
-        node=ranks.node,
-        num_nodes=ranks.num_nodes,
-        num_cores=len(ranks.cores),
-        communicator_bytes=ranks.device_bytes,
-        sent_bytes=dict(ranks.sent_bytes),
     )

@@ -7,13 +7,14 @@ Any thread may read it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from stronghold.optim.states import States, num_items
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerLayout:
     """The sizes of one layer.
 
@@ -42,14 +43,19 @@ class LayerLayout:
         "weights" has the frozen parameters, too. All other arrays cover those that train: an array
         of the states, "gradients" in the dtype of the weights, their sums in fp32 ("accumulated").
         """
-        frozen = self.frozen_bytes if array == "weights" else 0
+        return self._bytes.get(array, 0)
+
+    @cached_property
+    def _bytes(self) -> dict[str, int]:
+        """By array. A plan is found by comparing many, which all ask."""
         if self.states is None:
-            return frozen
+            return {"weights": self.frozen_bytes}
         others = {"gradients": self.states.dtype, "accumulated": torch.float32}
-        dtype = others.get(array) or self.states.dtypes.get(array)
-        if dtype is None:
-            return 0
-        return frozen + num_items(array, self.trained_numel) * dtype.itemsize
+        sizes = {
+            array: num_items(array, self.trained_numel) * dtype.itemsize
+            for array, dtype in {**self.states.dtypes, **others}.items()
+        }
+        return sizes | {"weights": sizes["weights"] + self.frozen_bytes}
 
     @property
     def weight_bytes(self) -> int:
@@ -69,7 +75,7 @@ class LayerLayout:
         return self.trained_numel * self.states.update_bytes(self.states.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelLayout:
     """The layouts of a model's layers, in the partition's order: `layers[i].index == i`."""
 
@@ -95,7 +101,7 @@ class ModelLayout:
         """Indices of the layers that never leave the GPU."""
         return tuple(layer.index for layer in self.layers if not layer.streamed)
 
-    @property
+    @cached_property
     def moments(self) -> tuple[str, ...]:
         """Names of the arrays that hold moments, of all layers, each once."""
         names: dict[str, None] = {}

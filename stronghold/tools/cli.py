@@ -184,8 +184,8 @@ def _add_plan(commands: Any) -> None:
     )
     adapters.add_argument(
         "--frozen",
-        metavar="FORMAT",
-        help="storage format of the frozen weights: nf4 (default: as they came)",
+        choices=["nf4"],
+        help="storage format of the frozen weights (default: as they came)",
     )
     machine = plan.add_argument_group("machine")
     machine.add_argument(

@@ -22,7 +22,7 @@ from stronghold.model.stored_tensors import tensor_has_memory
 from stronghold.optim.states import LEAN, States
 from stronghold.plan.cost import Demand
 from stronghold.plan.memory import levels_of
-from stronghold.train.processes import Neighbours
+from stronghold.train.processes import RankGroup
 
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
 # activations.
@@ -69,7 +69,7 @@ def demand_of(
     settings: Settings,
     layout: ModelLayout,
     states: States,
-    ranks: Neighbours,
+    ranks: RankGroup,
     free: FreeResources,
     *,
     training: bool,

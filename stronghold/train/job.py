@@ -54,7 +54,7 @@ from stronghold.train.demand import FreeResources, demand_of, pinned_activations
 from stronghold.train.guards import COMPILED_WHOLE, Written, forbid_caches
 from stronghold.train.layer import Layer, layers_of, layout_of
 from stronghold.train.optimizer import EngineOptimizer
-from stronghold.train.processes import Neighbours
+from stronghold.train.processes import RankGroup
 from stronghold.train.rates import machine_at_start
 from stronghold.train.stalled import StalledWeights
 from stronghold.train.trainer import Trainer
@@ -107,7 +107,7 @@ class Job:
         optimizer: EngineOptimizer | None,
         *,
         local_rank: int,
-        ranks: Neighbours,
+        ranks: RankGroup,
         make_trainer: Callable[..., Trainer] = Trainer,
     ) -> None:
         self.section, self.ranks, self._process = settings.stronghold, ranks, os.getpid()

@@ -25,8 +25,9 @@ NODE_VARIABLE = "STRONGHOLD_NODE"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Neighbours:
-    """A process that has its node for itself: collectives return their input.
+class RankGroup:
+    """The ranks that train one model, seen from one of them. Here: one alone, whose collectives
+    return their input. `train.ranks` has several.
 
     rank, num_ranks  this process, and how many train the model
     node, node_name  its node's number, and a name for people
@@ -35,8 +36,7 @@ class Neighbours:
     device_bytes     that connections take of the device
     sent_bytes       bytes that this process has given to collectives, by their kind
 
-    Every process of every node makes the same calls, on its training thread. `train.ranks` has
-    several processes.
+    Every process of every node makes the same calls, on its training thread.
     """
 
     rank, num_ranks = 0, 1
@@ -45,6 +45,10 @@ class Neighbours:
     cores: tuple[int, ...] = ()
     device_bytes = 0
     sent_bytes: Mapping[str, int] = {}
+
+    def __str__(self) -> str:
+        where = f"node {self.node} of {self.num_nodes}, {len(self.cores) or 'shared'} cores"
+        return f"rank {self.rank} of {self.num_ranks}, {where}"
 
     @property
     def num_nodes(self) -> int:
@@ -73,7 +77,7 @@ class Neighbours:
         """Leave the other processes."""
 
 
-ALONE = Neighbours()
+ALONE = RankGroup()
 
 
 # -- places ----------------------------------------------------------------------------------------
@@ -126,7 +130,7 @@ def share_of_cores(allowed: Sequence[object], index: int) -> tuple[int, ...]:
     """Return the cores of the node's rank `index`. `allowed[k]`: cores that rank k may use.
 
     They are the rank's cores if the launcher has bound ranks apart, else an equal part of the
-    common ones. Neighbours in number are neighbours in memory: Linux numbers a NUMA node's cores
+    common ones. Cores that are next in number are near in memory: Linux numbers a NUMA node's cores
     one after the other, hyper-threads later.
     """
     sets = [set(cores) for cores in allowed if isinstance(cores, list)]

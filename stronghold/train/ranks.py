@@ -47,7 +47,7 @@ from stronghold.errors import ConfigError, RankError
 from stronghold.optim.states import PAGE_BYTES
 from stronghold.plan.cost import owners
 from stronghold.train.layer import Layer
-from stronghold.train.processes import Neighbours, joining, mesh_of, share_of_cores, this_node
+from stronghold.train.processes import RankGroup, joining, mesh_of, share_of_cores, this_node
 from stronghold.train.slabs import NodeMemory
 
 logger = logging.getLogger("stronghold")
@@ -58,7 +58,7 @@ TAG = 7  # of messages that no rank sends
 _numbers = itertools.count()  # of the objects of this process, which all ranks make in one order
 
 
-class Ranks(Neighbours):
+class Ranks(RankGroup):
     """The ranks that train one model. Every rank makes the same calls in the same order.
 
     has_nodes  there are several nodes

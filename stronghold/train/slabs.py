@@ -47,7 +47,7 @@ import torch
 from stronghold.devices.device import Device
 from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
 from stronghold.limits import available_host_bytes
-from stronghold.train.processes import Neighbours
+from stronghold.train.processes import RankGroup
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
@@ -301,21 +301,21 @@ class NodeMemory:
     containers of their own.
     """
 
-    def __init__(self, name: str, nbytes: int, neighbours: Neighbours) -> None:
+    def __init__(self, name: str, nbytes: int, ranks: RankGroup) -> None:
         self._descriptor = -1
         path = ""
-        if neighbours.index == 0:
+        if ranks.index == 0:
             self._descriptor = os.memfd_create(f"stronghold {name}")
             os.ftruncate(self._descriptor, nbytes)
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        path = neighbours.of_node(path)[0]
+        path = ranks.of_node(path)[0]
         problem = ""
-        if neighbours.index:
+        if ranks.index:
             try:
                 self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             except OSError as error:
                 problem = f"{path}: {error.strerror}"
-        problems = [problem for problem in neighbours.of_all(problem) if problem]
+        problems = [problem for problem in ranks.of_all(problem) if problem]
         if problems:
             raise ConfigError(
                 f"the ranks of a node cannot share memory ({problems[0]}): start them as one user, "

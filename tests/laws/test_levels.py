@@ -107,6 +107,7 @@ def test_a_larger_batch_keeps_as_much_as_has_room(monkeypatch: pytest.MonkeyPatc
     assert_identical(run, plain(lengths))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("slow_link")
 @pytest.mark.parametrize("order", [[2, SHORT, LONG, 2], [SHORT, LONG, SHORT, LONG], [8, 48, 250]])
 @pytest.mark.parametrize("total_bytes", [6_000_000, 8_000_000])
@@ -191,6 +192,7 @@ def test_no_layer_moves_while_a_graph_waits(monkeypatch: pytest.MonkeyPatch) -> 
     assert_identical(run, plain(lengths))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_link")
 def test_a_plan_leaves_room_for_a_larger_batch_where_layers_cannot_move(
     monkeypatch: pytest.MonkeyPatch,
@@ -228,6 +230,7 @@ def test_levels_that_offload_may_come_later(monkeypatch: pytest.MonkeyPatch) -> 
     assert_identical(run, plain(lengths))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_link")
 def test_layers_move_again_for_a_larger_batch_of_an_evaluation(
     monkeypatch: pytest.MonkeyPatch,

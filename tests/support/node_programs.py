@@ -135,7 +135,7 @@ def cores() -> dict[str, Any]:
     engine = engine_of(Wide(16, 2), config(section={"layers": "blocks"}))
     ranks = engine.inspect().ranks
     engine.destroy()
-    return {"cores": ranks.num_cores, "node": ranks.node, "nodes": ranks.num_nodes}
+    return {"cores": len(ranks.cores), "node": ranks.node, "nodes": ranks.num_nodes}
 
 
 def machine(folder: Path) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def communicators(_: Path) -> dict[str, Any]:
     now = engine.inspect()
     found = {
         "before": before,
-        "taken": now.ranks.communicator_bytes,
+        "taken": now.ranks.device_bytes,
         "budget": now.demand.gpu_budget_bytes,
         "counted": counted,
     }

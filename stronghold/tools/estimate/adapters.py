@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stronghold.errors import ConfigError, did_you_mean
+from stronghold.errors import ConfigError
 
-FORMATS = ("nf4",)  # of `stronghold.frozen`
 EVERY_LINEAR = "all-linear"  # PEFT's word for all linear modules but the head
 NUM_SHOWN = 12  # names in an error
 
@@ -28,7 +27,7 @@ class Adapters:
 
     `targets` are ends of the names of linear modules, in whole steps ("q_proj"), or of parameters
     such as fused experts ("mlp.experts.gate_up_proj"). None: all linear modules but the head.
-    `frozen` is the format of the frozen weights, of FORMATS. None: as they came.
+    `frozen` is the format of the frozen weights, "nf4". None: as they came.
     `precision`, of `DTYPES`, is that in which the model computes.
     """
 
@@ -48,8 +47,7 @@ def adapters_from_options(
 ) -> Adapters | None:
     """The adapters of the command's options; None without `--lora`.
 
-    ConfigError for a rank below 1, for an unknown format, and for targets or a format without a
-    rank.
+    ConfigError for a rank below 1, and for targets or a format without a rank.
     """
     if lora is None:
         for option, value in (("--lora-targets", targets), ("--frozen", frozen)):
@@ -59,11 +57,6 @@ def adapters_from_options(
         return None
     if lora < 1:
         raise ConfigError(f"--lora: got {lora}, expected a rank of at least 1")
-    if frozen is not None and frozen not in FORMATS:
-        raise ConfigError(
-            f"--frozen: got {frozen!r}, expected one of {', '.join(FORMATS)}."
-            f"{did_you_mean(frozen, FORMATS)}"
-        )
     names = None if targets is None else tuple(targets)
     return Adapters(rank=lora, targets=names, frozen=frozen, precision=precision)
 

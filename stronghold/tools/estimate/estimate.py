@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from math import inf
 from operator import itemgetter
 from typing import Any
@@ -188,13 +187,9 @@ def fits(question: Question) -> bool:
     return rules.fits(question.layout, question.demand)
 
 
-def _fits_with_batch(question: Question, batch: int) -> bool:
-    return fits(replace(question, batch=batch))
-
-
 def with_largest_batch(question: Question) -> Question:
     """The question with the largest micro-batch that fits; with one of 1 if none fits."""
-    largest = rules.largest_micro_batch(partial(_fits_with_batch, question))
+    largest = rules.largest_micro_batch(lambda batch: fits(replace(question, batch=batch)))
     return replace(question, batch=max(1, largest))
 
 
