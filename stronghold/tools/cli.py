@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from pkgutil import resolve_name
@@ -59,21 +60,16 @@ class LateCommand:
         self._loads = loads
 
     def __call__(self, arguments: argparse.Namespace) -> Answer:
-        report = _Progress(arguments.command_name)
+        report = partial(_report, arguments.command_name)
         if self._loads:
             report(f"loading {self._loads}")
         answer: Answer = resolve_name(self._target)(arguments, report)
         return answer
 
 
-class _Progress:
-    """Writes lines to stderr, each behind the command's name."""
-
-    def __init__(self, command: str) -> None:
-        self._command = command
-
-    def __call__(self, text: str) -> None:
-        print(f"stronghold {self._command}: {text}", file=sys.stderr, flush=True)
+def _report(command: str, text: str) -> None:
+    """Write a line of progress."""
+    print(f"stronghold {command}: {text}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

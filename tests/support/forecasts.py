@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from stronghold.tools import cli
-from stronghold.tools.estimate.advice import with_advice
-from stronghold.tools.estimate.estimate import Estimate, estimate
+from stronghold.tools.estimate.estimate import Estimate, estimate, with_advice
 from stronghold.tools.estimate.question import Question, question_from_options
 
 SIZES = ["--layers", "6", "--hidden", "128", "--heads", "4", "--vocab", "500", "--seq", "64"]

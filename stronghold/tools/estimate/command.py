@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from stronghold.tools import Answer, write_text
-from stronghold.tools.estimate.advice import with_advice
-from stronghold.tools.estimate.estimate import Estimate, estimate, with_largest_batch
+from stronghold.tools.estimate.estimate import Estimate, estimate, with_advice, with_largest_batch
 from stronghold.tools.estimate.page import config_text, page, table
 from stronghold.tools.estimate.question import Question, question_from_options
 
