@@ -107,8 +107,6 @@ def hidden_directory(final: Path) -> Iterator[Path]:
             yield path
         finally:
             remove(path)
-            with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # forked children have the descriptor, too
     finally:
         os.close(lock)
 

@@ -10,7 +10,7 @@ import select
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +133,29 @@ def test_the_next_file_of_weights_removes_what_a_killed_one_left(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
 
 
-def test_a_second_save_of_a_tag_is_refused_while_one_runs(tmp_path: Path) -> None:
-    """Also by this process. A forked child does not prolong the first one."""
+@pytest.fixture
+def child() -> Iterator[Callable[[], None]]:
+    """Forks a process that sleeps until the test has ended."""
+    children: list[int] = []
+
+    def fork() -> None:
+        children.append(os.fork())
+        if not children[-1]:
+            signal.pause()
+
+    yield fork
+    for process in children:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def test_a_second_save_of_a_tag_is_refused_while_one_runs(
+    tmp_path: Path, child: Callable[[], None]
+) -> None:
+    """Also by this process. A forked child, which has the lock too, does not prolong the first."""
     with directory.appearing(tmp_path / "tag") as hidden:
         (hidden / "file").write_text("first")
-        child = os.fork()
-        if child == 0:
-            signal.pause()
+        child()
         with (
             pytest.raises(CheckpointError, match="tag: another save of it has not ended"),
             directory.appearing(tmp_path / "tag"),
@@ -147,13 +163,9 @@ def test_a_second_save_of_a_tag_is_refused_while_one_runs(tmp_path: Path) -> Non
             pass
         with directory.appearing(tmp_path / "other"):
             pass
-    try:
-        assert (tmp_path / "tag" / "file").read_text() == "first"
-        with directory.appearing(tmp_path / "tag") as hidden:
-            (hidden / "file").write_text("second")
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    assert (tmp_path / "tag" / "file").read_text() == "first"
+    with directory.appearing(tmp_path / "tag") as hidden:
+        (hidden / "file").write_text("second")
     assert (tmp_path / "tag" / "file").read_text() == "second"
     assert {path.name for path in tmp_path.iterdir()} == {"tag", "other"}
 
