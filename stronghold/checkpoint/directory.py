@@ -7,8 +7,8 @@ folder. It never opens a file of tensors. The training thread and the io lane en
 [Note: publication]
 
 1. A save of TAG writes into the hidden directory .TAG.saving, and holds a lock (flock) on it. So a
-   second save of this tag at the same time is refused. One that was killed holds no lock any more:
-   the next save of this tag takes its directory over, empty.
+   second save of this tag at the same time is refused. A save that was killed holds no lock: the
+   next save of this tag empties its directory and takes it.
 2. The ranks write their files into it. Each file is fsynced, then the directory.
 3. One rename makes it visible as the tag. One system call exchanges it with a tag that exists, if
    the file system can (Linux, most local file systems). Elsewhere a rename hides the old tag first,
@@ -115,9 +115,12 @@ def _lock(descriptor: int, final: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise CheckpointError(f"{final}: another save of it has not ended") from error
-    except OSError:  # a file system without locks
-        logger.debug("%s: no lock", final)
+        raise CheckpointError(
+            f"{final}: another save of it has not ended: wait for that one, or give this one "
+            "another name"
+        ) from error
+    except OSError as error:  # a file system without locks
+        logger.debug("%s: no lock on its hidden directory: %s", final, error)
 
 
 @contextlib.contextmanager
@@ -177,7 +180,8 @@ def write_latest(save_dir: Path, tag: str) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a small file in one rename."""
-    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")  # other saves write it, too
+    # saves of other tags may write the same file at the same time
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         write_durably(hidden, content)
         hidden.replace(path)

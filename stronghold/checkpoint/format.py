@@ -109,7 +109,7 @@ class StoredParameter(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Contents of `manifest.json`. Its checksum tells any change, so values are not checked.
+    """Contents of `manifest.json`. Values are not checked: a change would change the checksum.
 
     versions  of the packages that wrote it
     dtype     precision of the config

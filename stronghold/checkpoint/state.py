@@ -99,8 +99,8 @@ def unpack_state(file: HeldFile, *, trusted: bool) -> ClientState | None:
     program's classes in a client state, a schedule or a data loader. A `trusted` file with such
     objects is unpickled, as DeepSpeed's are. For another one the result is None, with a warning.
 
-    The file has the bytes of `pack_state`: the caller has checked them. Raises CheckpointError if
-    an object of the program's cannot be made.
+    The caller has checked the file's checksums. Raises CheckpointError if an object of the
+    program's cannot be made.
     """
     try:
         return _load(file, weights_only=True)

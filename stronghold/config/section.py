@@ -48,8 +48,8 @@ MAX_THREADS = 4096  # must match kernels/src/api.cpp
 
 # Keys that a version had, and what takes their place.
 REMOVED_KEYS = {
-    f"{SECTION}.deferred_layers": "Every update is either early or behind the gate: delete it, or "
-    "set early_layers.",
+    f"{SECTION}.deferred_layers": "Every update is either early or behind the clip barrier: delete "
+    "it, or set early_layers.",
     f"{SECTION}.base": 'Set "frozen": "nf4", which packs at each start. nvme takes what RAM cannot '
     "hold.",
     f"{SECTION}.numa": "Delete it, and start the process next to the GPU: "

@@ -544,7 +544,7 @@ class ComputeSpan:
 
 
 def _ignore(error: LaneError) -> None:
-    """Nobody else need know that a lane has failed."""
+    """Do nothing: the failure is kept."""
 
 
 def bytes_moved(nbytes: int) -> dict[str, int]:

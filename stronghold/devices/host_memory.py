@@ -71,7 +71,7 @@ class FirstTouch:
         if not self._threads:
             self._begun_s = time.perf_counter()
             self._start()
-        if self._threads:  # else nobody would take the pieces, and they would keep the slab alive
+        if self._threads:  # else pieces that no thread takes keep the slab alive
             self.nbytes += slab.nbytes
             for piece in slab.split(_PIECE_BYTES):
                 self._pieces.put(piece)

@@ -328,7 +328,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.micro_steps += 1
 
     def _take_step(self, optimizer: EngineOptimizer, lr_kwargs: dict[str, Any]) -> None:
-        """Close the gate, then advance schedule, counters and loss scale."""
+        """Close the clip barrier, then advance schedule, counters and loss scale."""
         job = self._job
         job.device.check()
         optimizer.check_groups()
@@ -932,7 +932,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
 
 def _trainer_of(ranks: Any) -> Callable[..., Trainer]:
-    """What makes the trainer of one of these ranks."""
+    """Return the class, or the function, that makes this rank's trainer."""
     if ranks.num_ranks == 1:
         return Trainer
     from stronghold.train.rank_trainer import RankTrainer  # one rank never needs it

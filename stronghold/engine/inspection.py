@@ -35,7 +35,7 @@ class LayerView:
     is_on_gpu         all of its arrays lie on the device, which updates it
     in_files          names of its arrays in files
     counts            number of updates of each trained parameter
-    is_updated_early  true if the running step has queued an update before its gate
+    is_updated_early  true if the running step has queued an update before its clip barrier
     text              all of it in one line
     """
 
@@ -131,7 +131,7 @@ class Inspection:
     has_trained     true if masters and moments exist
     states          the arrays of the config's precision
     host_bytes      bytes of host memory that are held now
-    torn            None, or the reason why only a load helps: the arrays belong to two steps or to
+    unfinished      None, or the reason why only a load helps: the arrays belong to two steps or to
                     two checkpoints
     ranks, device   the live objects: this rank and the others; the device with its lanes
     """
@@ -149,7 +149,7 @@ class Inspection:
     has_trained: bool
     states: States
     host_bytes: int
-    torn: str | None
+    unfinished: str | None
     ranks: RankGroup
     device: Device
 
@@ -166,8 +166,8 @@ class Inspection:
         lines.append("layers")
         lines += [f"  {layer.text}" for layer in self.layers]
         lines += [str(self.bytes), str(self.traffic), str(self.ranks)]
-        if self.torn is not None:
-            lines.append(f"torn: {self.torn}")
+        if self.unfinished is not None:
+            lines.append(f"unfinished: {self.unfinished}")
         return "\n".join(lines)
 
 
@@ -194,7 +194,7 @@ def inspect(job: Job, last_step: StepRecord | None) -> Inspection:
         has_trained=job.has_trained,
         states=job.states,
         host_bytes=job.trainer.arrays.host_bytes,
-        torn=trainer.unfinished,
+        unfinished=trainer.unfinished,
         ranks=job.ranks,
         device=job.device,
     )

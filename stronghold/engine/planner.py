@@ -72,7 +72,7 @@ class _Levels(NamedTuple):
 
 
 class _FirstBatch(NamedTuple):
-    """What a rank knows of the batch to plan for, before its forward.
+    """The counted batch of a rank, before its forward.
 
     work        None: unknown
     free_bytes  of the device for buffers and activations. None: unknown

@@ -201,7 +201,7 @@ def _place_reasons(places: Places, slots: str, threads: int) -> Iterator[str]:
         levels = ", ".join(f"{level} {count}" for level, count in sorted(counts.items()))
         if "activations" in demand.by_rule:
             levels += f" ({demand.why('activations')})"
-    gradients = "accumulated" if demand.accumulate else "pending until the gate"
+    gradients = "accumulated" if demand.accumulate else "pending until the clip barrier"
     yield f"activations: {levels}; {threads} update threads; gradients: {gradients}"
     if demand.states.is_lean:
         stays = any(layer.index in places.resident for layer in places.on_host)

@@ -171,7 +171,8 @@ class _Rules:
     def _lower_bound(self, plan: Plan) -> float:
         """The work of the busiest lane in a step of `plan`, in seconds.
 
-        Updates behind the gate begin when backward has ended. Forward cannot end before them.
+        Updates behind the clip barrier begin when backward has ended. Forward cannot end before
+        them.
         """
         work, rates, traffic = self.work, self.rates, plan.traffic
         update_s = traffic.update_bytes * 1e-9 / rates.update_gbps

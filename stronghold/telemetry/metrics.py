@@ -46,7 +46,7 @@ class EarlyCounts:
     """Early updates of one step, in layers.
 
     committed  the result became the layer's weights
-    left       the layer could have an early update, and the gate updated it
+    left       the layer could have an early update, and was updated behind the clip barrier
     dropped    the update had begun, and its result was not used
     """
 
@@ -59,7 +59,7 @@ class EarlyCounts:
 
     def __str__(self) -> str:
         dropped = f", {self.dropped} dropped" if self.dropped else ""
-        return f"{self.committed} committed, {self.left} left to the gate{dropped}"
+        return f"{self.committed} committed, {self.left} left to the clip barrier{dropped}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ REMOVED = {
     ("prepare",): '"frozen": "nf4" in the section packs the weights at each start.',
     ("plan", "--base-on"): "--nvme SIZE says what files may hold, frozen weights as well.",
     ("plan", "-o"): "--sweep prints its table; with --json a plot can read its figures.",
-    ("plan", "--wire"): "In a node ranks send as fast as their GPU's link.",
+    ("plan", "--wire"): "The plan takes the rate of the link for ranks of a node.",
     ("plan", "--nvme-path"): 'The config names the directory: "nvme": {"path": DIR}.',
     ("plan", "--streams"): 'It changed no figure but bytes; "streams" in the section stays.',
     ("plan", "--no-overflow-check"): 'Write "bf16": {"check_grad_overflow": false} in the config.',

@@ -7,7 +7,7 @@ Each layer has one owner: the rank that updates it. Its masters and moments exis
    and then its counter (release).
 2. A rank that reads the layer waits for the counter of the last update (acquire).
 3. Updates come after the clip barrier. At its end every rank gives the slots of all updated layers
-   back. So a fetch that still reads old weights then fills a slot that nobody uses.
+   back. So a fetch that still reads old weights then fills a slot without a user.
 4. Each node has a copy. An owner sends new weights to the rank of its place in every other node.
 
 [Note: a rank fails]
@@ -257,7 +257,7 @@ class Ranks(RankGroup):
         self.sent_bytes[name.split()[0]] += getattr(args[0], "nbytes", 0) if args else 0
 
     def _cause(self) -> str | None:
-        """Say what happened to the rank that failed first. None: nobody knows."""
+        """Say what happened to the rank that failed first. None: unknown."""
         with contextlib.suppress(RuntimeError):  # the store ends with its process, mostly rank 0's
             if self._store.check(["failure"]):
                 words: str = self._store.get("failure").decode()

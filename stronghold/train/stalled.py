@@ -48,8 +48,8 @@ class StalledWeights:
             )
 
     def _sizes(self, layer: Layer) -> list[float]:
-        """How far a step moves each trained parameter, about. 0 where nobody knows, and for a rate
-        of 0, which is wanted."""
+        """How far a step moves each trained parameter, about. 0 if unknown, and for a rate of 0,
+        which is wanted."""
         groups = self._trainer.updates.groups_of[layer]
         return [optimizer.step_size(group) or 0.0 for group, optimizer in groups]
 

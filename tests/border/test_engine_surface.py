@@ -613,7 +613,7 @@ def test_an_inspection_says_what_a_bug_report_needs() -> None:
         now = both.engine.inspect()
         assert now.has_trained
         assert not now.is_in_step
-        assert now.torn is None
+        assert now.unfinished is None
         assert (now.ranks.rank, now.ranks.num_ranks) == (now.ranks.node, 1) == (0, 1)
         assert now.ranks.sent_bytes == {}
         assert now.traffic.num_fetches > before.traffic.num_fetches

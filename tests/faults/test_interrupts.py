@@ -130,7 +130,7 @@ def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so
             else:
                 resume(engine, tmp_path)
                 continue
-            if engine.inspect().torn is None:
+            if engine.inspect().unfinished is None:
                 assert_same(arrays_of(engine), without_chance(before))
             else:
                 num_torn += 1

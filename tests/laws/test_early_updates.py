@@ -392,7 +392,7 @@ def test_an_engine_that_is_closed_before_the_step_gives_the_old_weights_back(
 
 
 def test_a_withdrawn_update_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates that have not begun at the gate run once: behind it, in place."""
+    """Updates that have not begun at the clip barrier run once: behind it, in place."""
     # else the training thread performs short operations
     jitter = {"emulated": {"jitter_s": 1e-6}}
     engine = engine_of(SleepingModel([(1 << 12, 0.0, 0.0)] * 8), {**ALL, **jitter})
@@ -413,7 +413,7 @@ def test_a_withdrawn_update_does_not_run(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(lane, "submit", noted)
     engine.backward(engine(torch.ones(64, requires_grad=True)))
     assert all(layer.is_updated_early for layer in engine.inspect().layers)
-    assert begun.wait(WITHIN_S)  # else the gate withdraws it, too
+    assert begun.wait(WITHIN_S)  # else the clip barrier withdraws it, too
     engine.step()
     opened.set()
     engine.synchronize()
@@ -427,8 +427,8 @@ def test_a_withdrawn_update_does_not_run(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_reader_after_the_gate_waits_for_a_committed_update(
     first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The update of the layer that the next forward needs first has begun at the gate, and ends
-    after it. No later update of the lane makes the reader wait in its place."""
+    """The update of the layer that the next forward needs first has begun at the clip barrier. It
+    ends after it. No later update of the lane makes the reader wait in its place."""
     with twin(section=ALL, clipping=1e4, precision="bf16") as both:
         lane, begun = both.engine.inspect().device.update, threading.Event()
         queued: list[str] = []

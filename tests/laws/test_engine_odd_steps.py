@@ -153,7 +153,7 @@ def test_a_backward_that_fails_between_early_updates_changes_nothing(
         ):
             both.engine.backward(both.on(1)(both.engine))
         now = both.engine.inspect()
-        assert now.torn is None
+        assert now.unfinished is None
         assert not any(layer.is_updated_early for layer in now.layers)
         both.check()
         both.train(1)

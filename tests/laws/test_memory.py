@@ -60,7 +60,7 @@ def test_the_budget_is_used_and_never_passed(name: str) -> None:
 def test_a_parameter_takes_the_bytes_of_its_optimizer(
     optimizer: str, precision: str, nbytes: float, clipping: float
 ) -> None:
-    """And 2 more: gradients wait for the gate."""
+    """And 2 more: gradients wait for the clip barrier."""
     model = llama_of(128, 352, 16, 4, 4, 256)
     settings = config(
         clipping=clipping, precision=precision, section={"window": 2}, optimizer=optimizer

@@ -153,7 +153,7 @@ def test_adam_is_idle_while_the_disk_is_the_bound_and_the_disk_while_compute_is(
 @pytest.mark.parametrize("load", SLOW_BUT_LAST)
 @law_of_time
 def test_step_takes_the_longest_lane_with_files(load: float, tmp_path: Path) -> None:
-    """Updates of layers with files begin behind the gate: they hide behind the next forward."""
+    """Updates of layers with files begin behind the clip barrier, and hide behind forward."""
     check_step(load, tmp_path)
 
 

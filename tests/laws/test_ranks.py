@@ -75,7 +75,7 @@ def test_host_bytes_are_the_plans_and_half_of_one_ranks(two: list[Any]) -> None:
             assert "x 2 ranks" in report["plan"]
             # bf16: 14 bytes a parameter with its pending gradient, and a page of counters.
             assert report["host_peak"] == (14 * report["padded_numel"] + PAGE_BYTES) // 2
-            assert "gradients: pending until the gate" in report["plan"]
+            assert "gradients: pending until the clip barrier" in report["plan"]
 
 
 @pytest.mark.parametrize("name", rank_cases.FILES)

@@ -182,7 +182,7 @@ CASES: dict[str, Callable[[], Run]] = {
     ),
     # A norm above which nothing is clipped.
     "experts, clipped at a large norm": partial(train, "experts", config(clipping=1e9)),
-    # Has no effect: updates wait for the gate.
+    # Has no effect: updates wait for the clip barrier.
     "early layers": partial(
         train,
         "choosy",

@@ -323,9 +323,9 @@ class ByEngine(Side):
             else:
                 self.engine.backward(loss, retain_graph=retain)
         except Exception as error:
-            torn = self.engine.inspect().torn
-            if torn is not None:  # layers are ahead: all is refused now
-                raise ConfigError(torn) from error
+            unfinished = self.engine.inspect().unfinished
+            if unfinished is not None:  # layers are ahead: all is refused now
+                raise ConfigError(unfinished) from error
             raise
 
     def step(self) -> None:

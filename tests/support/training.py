@@ -162,8 +162,8 @@ def config(
     optimizer: str = "adamw",
 ) -> dict[str, Any]:
     """A DeepSpeed config with the "stronghold" section given; overflow is checked when gradients
-    are clipped. Updates stand behind the gate unless the section has another number of early
-    layers: early updates would change what a test counts.
+    are clipped. Updates stand behind the clip barrier unless the section has another number of
+    early layers: early updates would change what a test counts.
     """
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,

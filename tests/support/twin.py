@@ -21,8 +21,8 @@ Objective = Callable[[Any], torch.Tensor]
 
 class Twin:
     """`engine` and `plain` train the same model. `of` is the engine's, when it has to exist before
-    (for an optimizer); `early` layers are updated before the gate, or "all"; `extra` goes into the
-    config, `initialize` to stronghold.initialize.
+    (for an optimizer); `early` layers are updated before the clip barrier, or "all"; `extra` goes
+    into the config, `initialize` to stronghold.initialize.
     """
 
     def __init__(
